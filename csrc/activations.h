@@ -1,0 +1,53 @@
+// σ(z) and σ'(z) of every activation.
+//
+// Written once for every processor. M is the arithmetic: its Scalar, exp, expm1 and the
+// normal distribution; V is what it computes with, vectors or a scalar. Where a caller drops the
+// slope, the compiler drops its computation. A NaN in gives a NaN out.
+
+#pragma once
+
+namespace resode {
+
+struct Relu {
+  template <class M, class V>
+  static inline void apply(V z, V& value, V& slope) {
+    using T = typename M::Scalar;
+    value = where_less(z, T(0), z * T(0), z);
+    slope = where_less(-z, T(0), z * T(0) + T(1), z * T(0));
+  }
+};
+
+// tanh z = e/(e + 2) with e = exp(2z) − 1, which does not cancel near zero.
+struct Tanh {
+  template <class M, class V>
+  static inline void apply(V z, V& value, V& slope) {
+    using T = typename M::Scalar;
+    const V e = M::expm1(T(2) * clamp(z, M::tanh_limit));
+    value = e / (e + T(2));
+    slope = T(1) - value * value;
+  }
+};
+
+// gelu(z) = z Φ(z), gelu'(z) = Φ(z) + z φ(z), with the normal distribution's Φ and its density φ.
+struct Gelu {
+  template <class M, class V>
+  static inline void apply(V z, V& value, V& slope) {
+    V cdf, pdf;
+    M::normal(z, cdf, pdf);
+    value = z * cdf;
+    slope = cdf + z * pdf;
+  }
+};
+
+// silu(z) = z s(z), silu'(z) = s + z s (1 − s), with the logistic function s.
+struct Silu {
+  template <class M, class V>
+  static inline void apply(V z, V& value, V& slope) {
+    using T = typename M::Scalar;
+    const V s = T(1) / (T(1) + M::exp(clamp(-z, M::exp_limit)));
+    value = z * s;
+    slope = s + value * (T(1) - s);
+  }
+};
+
+}  // namespace resode

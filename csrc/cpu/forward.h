@@ -1,0 +1,41 @@
+// The forward pass:  x[n+1] = x[n] + h φ_n(x[n])  for n = 0 … N − 1, in place.
+//
+// Memory traffic per step: the state once in and once out, the step's weights once.
+
+#pragma once
+
+#include "pass.h"
+
+namespace {
+
+template <class T, class Scheme, class Block>
+size_t forward(const Stage& s, const resode::Forward& io, void* workspace) {
+  Arena arena(workspace);
+  const Pass<T, Scheme, Block> pass(s, arena, nullptr);
+  T* const y = static_cast<T*>(io.y);
+  // Without padding a tile takes as much room as its rows: the state lives in the result.
+  T* const state = padded<T>(s.dim) == s.dim ? y : arena.take<T>(pass.state_size());
+  if (!workspace) return arena.used();
+
+  Team::run(pass.tiling.threads, [&](Team team) {
+    Worker<T, Scheme, Block> worker(pass, team);
+    worker.for_each_tile([&](Share rows) {
+      from_rows(pass.tile(state, rows), pass.tile_rows(static_cast<const T*>(io.x), rows));
+    });
+    for (int64_t n = 0; n < s.steps; ++n) {
+      worker.begin_step(n);
+      const bool keep = s.keep_every && (n + 1) % s.keep_every == 0 && n + 1 < s.steps;
+      worker.for_each_tile([&](Share rows) {
+        const Matrix<T> x = pass.tile(state, rows);
+        Scheme::slope(worker.bench, n, x, {{x.data, x.data, worker.bench.step}});
+        if (keep) to_rows(pass.tile_rows(pass.anchor(static_cast<T*>(io.anchors), n + 1), rows), x);
+      });
+    }
+    worker.for_each_tile([&](Share rows) {
+      to_rows(pass.tile_rows(y, rows), pass.tile(state, rows), worker.bench.point);
+    });
+  });
+  return arena.used();
+}
+
+}  // namespace

@@ -1,0 +1,116 @@
+// Matrix products with what follows them fused in.
+//
+//     multiply:             C = bias + A B      C[i,j] = bias[j] + Σ_k A[i,k] B[k,j]
+//     multiply_transposed:  C = Aᵀ B            C[i,j] = Σ_k A[k,i] B[k,j]
+//
+// C is never stored by the product itself: it is built in registers, a block of up to kMaxRows rows
+// and one panel (two vectors) at a time, and handed to an epilogue (epilogues.h). A panel of B
+// stays in the first-level cache while the rows of A go by.
+
+#pragma once
+
+#include "matrix.h"
+
+namespace {
+
+template <class T, int Rows>
+struct Accumulator {
+  Vec<T> v[2 * Rows];
+
+  RESODE_INLINE void start(const T* bias) {
+    const Vec<T> low = bias ? load(bias) : Vec<T>{};
+    const Vec<T> high = bias ? load(bias + kLanes<T>) : Vec<T>{};
+#pragma GCC unroll 16
+    for (int r = 0; r < Rows; ++r) v[2 * r] = low, v[2 * r + 1] = high;
+  }
+
+  // v[r] += a_r · b for the outer product of one k; `a(r)` is the left operand's element.
+  template <class A>
+  RESODE_INLINE void add(A a, const T* b) {
+    const Vec<T> low = load(b), high = load(b + kLanes<T>);
+#pragma GCC unroll 16
+    for (int r = 0; r < Rows; ++r) {
+      const T s = a(r);
+      v[2 * r] += s * low;
+      v[2 * r + 1] += s * high;
+    }
+  }
+};
+
+// One register block of A B: rows i … i + Rows of A, panel j of B. Both operands are padded with
+// zeros to whole panels along k, so the inner loop has a fixed length.
+template <int Rows, class T, class Epilogue>
+RESODE_INLINE void block(Matrix<T> a, Matrix<T> b, const T* bias, int64_t i, int64_t j,
+                         Epilogue epilogue) {
+  Accumulator<T, Rows> c;
+  c.start(bias ? bias + j * kPanel<T> : nullptr);
+  const T* left = a.at(0, i);
+  const T* right = b.at(j, 0);
+  for (int64_t panel = a.panels(); panel > 0; --panel) {
+#pragma GCC unroll 4
+    for (int k = 0; k < kPanel<T>; ++k)
+      c.add([=](int r) { return left[r * kPanel<T> + k]; }, right + k * kPanel<T>);
+    left += a.rows * kPanel<T>;
+    right += kPanel<T> * kPanel<T>;
+  }
+  epilogue((j * a.rows + i) * kPanel<T>, c.v);
+}
+
+// One register block of Aᵀ B: columns i … i + Rows of A, panel j of B.
+template <int Rows, class T, class Epilogue>
+RESODE_INLINE void block_transposed(Matrix<T> a, Matrix<T> b, int64_t i, int64_t j,
+                                    Epilogue epilogue) {
+  Accumulator<T, Rows> c;
+  c.start(nullptr);
+  const T* left[Rows];
+  for (int r = 0; r < Rows; ++r) left[r] = a.at((i + r) / kPanel<T>, 0) + (i + r) % kPanel<T>;
+  const T* right = b.at(j, 0);
+  const int64_t end = a.rows * kPanel<T>;
+#pragma GCC unroll 4
+  for (int64_t k = 0; k < end; k += kPanel<T>) c.add([&](int r) { return left[r][k]; }, right + k);
+  epilogue((j * a.columns + i) * kPanel<T>, c.v);
+}
+
+template <int N>
+struct Constant {
+  static constexpr int value = N;
+};
+
+// Calls f(Constant<rows>, i, j) for `count` blocks of equal height from row i on; returns the row
+// after them.
+template <int Rows = kMaxRows, class F>
+int64_t column_of_blocks(int64_t rows, int64_t count, int64_t i, int64_t j, F f) {
+  if constexpr (Rows > 1) {
+    if (rows < Rows) return column_of_blocks<Rows - 1>(rows, count, i, j, f);
+  }
+  for (; count > 0; --count, i += Rows) f(Constant<Rows>{}, i, j);
+  return i;
+}
+
+// Covers rows × panels with register blocks of nearly equal height: 16 rows are 6 + 5 + 5.
+template <class F>
+void for_each_block(int64_t rows, int64_t panels, F f) {
+  const int64_t blocks = ceil_div(rows, kMaxRows);
+  const int64_t height = rows / blocks, taller = rows % blocks;
+  for (int64_t j = 0; j < panels; ++j) {
+    int64_t i = 0;
+    if (taller) i = column_of_blocks(height + 1, taller, i, j, f);
+    column_of_blocks(height, blocks - taller, i, j, f);
+  }
+}
+
+template <class T, class Epilogue>
+void multiply(Matrix<T> a, Matrix<T> b, const typename Matrix<T>::Value* bias, Epilogue epilogue) {
+  for_each_block(a.rows, b.panels(), [=](auto rows, int64_t i, int64_t j) {
+    block<decltype(rows)::value>(a, b, bias, i, j, epilogue);
+  });
+}
+
+template <class T, class Epilogue>
+void multiply_transposed(Matrix<T> a, Matrix<T> b, Epilogue epilogue) {
+  for_each_block(a.columns, b.panels(), [=](auto rows, int64_t i, int64_t j) {
+    block_transposed<decltype(rows)::value>(a, b, i, j, epilogue);
+  });
+}
+
+}  // namespace

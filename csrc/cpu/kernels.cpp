@@ -1,0 +1,51 @@
+// The CPU kernels of one instruction set: compiled once for each, with RESODE_ISA naming it.
+
+#include "forward.h"
+#include "peak.h"
+#include "reverse.h"
+
+namespace {
+
+// Calls f<T, Scheme, Block>() for what the stage asks for.
+template <class T, class Block, class F>
+size_t with_scheme(const Stage& s, F f) {
+  if (s.scheme == resode::Scheme::heun) return f.template operator()<T, Heun<T, Block>, Block>();
+  return f.template operator()<T, Euler<T, Block>, Block>();
+}
+template <class T, class F>
+size_t with_block(const Stage& s, F f) {
+  if (s.block == resode::Block::linear) return with_scheme<T, Linear<T>>(s, f);
+  return with_scheme<T, Mlp<T>>(s, f);
+}
+template <class F>
+size_t with_types(const Stage& s, F f) {
+  if (s.stream == resode::DType::float64) return with_block<double>(s, f);
+  return with_block<float>(s, f);
+}
+
+size_t run_forward(const Stage& s, const resode::Forward& io, void* workspace) {
+  return with_types(s, [&]<class T, class Scheme, class Block>() {
+    return forward<T, Scheme, Block>(s, io, workspace);
+  });
+}
+
+size_t run_reverse(const Stage& s, const resode::Reverse& io, void* workspace) {
+  return with_types(s, [&]<class T, class Scheme, class Block>() {
+    return reverse<T, Scheme, Block>(s, io, workspace);
+  });
+}
+
+}  // namespace
+
+#define RESODE_NAME_(isa) kernels_##isa
+#define RESODE_NAME(isa) RESODE_NAME_(isa)
+#define RESODE_TEXT_(isa) #isa
+#define RESODE_TEXT(isa) RESODE_TEXT_(isa)
+
+namespace resode {
+
+extern const Kernels RESODE_NAME(RESODE_ISA);
+const Kernels RESODE_NAME(RESODE_ISA) = {RESODE_TEXT(RESODE_ISA), run_forward, run_reverse,
+                                         fma_peak};
+
+}  // namespace resode

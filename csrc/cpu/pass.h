@@ -1,0 +1,138 @@
+// What the forward and the reverse pass share: the memory of a pass and its division among threads.
+
+#pragma once
+
+#include "schemes.h"
+#include "team.h"
+
+namespace {
+
+// Every thread has all it works with to itself: the packed weights of the blocks in work, buffers
+// for a tile, gradient sums. Packing a block costs little next to using it on a tile's rows, and
+// nothing that another core has just written needs to be fetched.
+template <class T, class Scheme, class Block>
+struct Pass {
+  const Stage& s;
+  const Tiling tiling;
+  const Block block;
+  void* const* const gradients;
+  char* privates;
+  size_t private_bytes;
+
+  // `gradients` is null in a pass without VJPs, otherwise it holds the addresses of the gradients
+  // that are wanted.
+  Pass(const Stage& s, Arena& arena, void* const* gradients)
+      : s(s), tiling(Tiling::of<T>(s)), block(s), gradients(gradients) {
+    Arena counter(nullptr);
+    bench(counter);
+    private_bytes = counter.used();
+    privates = arena.take<char>(private_bytes * tiling.threads);
+  }
+
+  int64_t state_size() const { return s.rows * padded<T>(s.dim); }
+
+  // The rows of a tile, in a state of the kernels' layout and in a row-major one.
+  Matrix<T> tile(T* state, Share rows) const {
+    return {state + rows.begin * padded<T>(s.dim), rows.end - rows.begin, s.dim};
+  }
+  template <class U>
+  U* tile_rows(U* state, Share rows) const {
+    return state + rows.begin * s.dim;
+  }
+
+  // Where the kept state x[n] lies, row-major.
+  template <class U>
+  U* anchor(U* anchors, int64_t n) const {
+    return anchors + (n / s.keep_every - 1) * s.rows * s.dim;
+  }
+
+  Bench<T, Block> bench(Arena& arena) const {
+    const int64_t rows = tiling.max_tile_rows(), size = rows * padded<T>(s.dim);
+    Bench<T, Block> b{block, s.tied ? 1 : Scheme::kSlots, s.tied, T(s.step)};
+    for (int i = 0; i < Scheme::kSlots; ++i)
+      b.traces[i] = block.trace_space(arena, rows, gradients);
+    b.point = arena.take<T>(size);
+    if (Scheme::kSlots > 1) {
+      b.first = arena.take<T>(size);
+      b.middle = arena.take<T>(size);
+    }
+    for (int i = 0; i < b.slots; ++i) {
+      b.weights_in[i] = block.weights(arena, gradients);
+      for (int k = 0; gradients && k < kMaxParameters; ++k) {
+        const Matrix<T> shape = block.shape(k);
+        if (gradients[k]) b.gradient_in[i].of[k] = arena.matrix<T>(shape.rows, shape.columns);
+      }
+    }
+    return b;
+  }
+};
+
+// One thread's part in a pass.
+template <class T, class Scheme, class Block>
+class Worker {
+ public:
+  Bench<T, Block> bench;
+
+  Worker(const Pass<T, Scheme, Block>& pass, Team team)
+      : bench(lay_out(pass, team.rank)),
+        pass(pass),
+        team(team),
+        tiles(pass.tiling.tiles, team.rank, team.size) {}
+
+  // f(rows) for every tile that this thread owns.
+  template <class F>
+  void for_each_tile(F f) const {
+    for (int64_t i = tiles.begin; i < tiles.end; ++i) f(pass.tiling.tile(i));
+  }
+
+  // Makes the blocks of step n ready.
+  void begin_step(int64_t n) {
+    for (int64_t m = n; m < n + Scheme::kSlots; ++m) {
+      const int64_t index = bench.index(m), slot = bench.slot(m);
+      if (held[slot] == index) continue;
+      pass.block.pack_weights(bench.weights_in[slot], index);
+      held[slot] = index;
+    }
+  }
+
+  // Step n of the reverse pass is done: the blocks from n + kSlots − 1 on are not needed any more.
+  void end_reverse_step(int64_t n) {
+    if (pass.s.tied && n > 0) return;
+    const int64_t begin = n > 0 ? n + Scheme::kSlots - 1 : 0;
+    const int64_t end = pass.s.tied ? 1 : n + Scheme::kSlots;
+    team.barrier();  // everybody's sums are complete
+    for (int64_t m = begin; m < end; ++m) write_gradient(m);
+    team.barrier();  // and read
+  }
+
+ private:
+  const Pass<T, Scheme, Block>& pass;
+  const Team team;
+  const Share tiles;
+  int64_t held[2] = {-1, -1};  // the blocks whose weights are in the slots
+
+  static Bench<T, Block> lay_out(const Pass<T, Scheme, Block>& pass, int rank) {
+    Arena arena(pass.privates + rank * pass.private_bytes);
+    return pass.bench(arena);
+  }
+
+  // This thread's share of ∇θ_n = c Σ over threads.
+  void write_gradient(int64_t n) {
+    Gradient<T>& mine = bench.gradient_in[bench.slot(n)];
+    mine.fresh = true;
+    with_storage<T>(pass.s.storage, [&](auto storage) {
+      for (int k = 0; k < kMaxParameters; ++k) {
+        if (!pass.gradients[k]) continue;
+        const int64_t stride = pass.private_bytes / sizeof(T);
+        Matrix<T> sum = mine.of[k];
+        sum.data -= team.rank * stride;
+        auto* const out =
+            static_cast<decltype(storage)*>(pass.gradients[k]) + n * sum.rows * sum.columns;
+        reduce(out, sum, stride, team.size, Scheme::gradient_scale(bench.step),
+               Share(sum.rows, team.rank, team.size));
+      }
+    });
+  }
+};
+
+}  // namespace

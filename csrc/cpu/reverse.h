@@ -1,0 +1,176 @@
+// The reverse pass: from x[N] and ∂L/∂x[N] back to ∂L/∂x[0] and every parameter's gradient, with
+// the states reconstructed on the way. At each step a rule chooses p, where the VJP is taken, and
+// the next state (x is x̃[n+1], φ and ψ are φ_n and ψ_n):
+//
+//     paper       p = x − h ψ(x);                           next state p
+//     refined     the same, then order − 1 corrections;     next state x − h φ(p)
+//     predicted   p = x − h φ̂, φ̂ extrapolated from the      next state x − h φ(p)
+//                 last evaluations φ(p), and a correction
+//                 for every evaluation that is missing
+//     exact       p = x[n], kept or recomputed from the last state that was
+//
+// A correction is p ← x − h φ(p). Memory traffic per step: state and cotangent once in and once
+// out, with `predicted` its history too, the step's weights once, their gradients once.
+
+#pragma once
+
+#include "pass.h"
+
+namespace {
+
+using resode::Rule;
+
+// p ← x − h Σ_i coefficient_i φ_i over the `count` newest evaluations, newest first: the value at
+// the next point of the polynomial through them.
+template <class T>
+void extrapolate(Matrix<T> p, const T* x, T h, const T* const* newest, int count) {
+  constexpr T coefficients[resode::kMaxOrder][resode::kMaxOrder] = {{1}, {2, -1}, {3, -3, 1}};
+  const T* const c = coefficients[count - 1];
+  for (int64_t i = 0; i < p.size(); i += kLanes<T>) {
+    Vec<T> slope = c[0] * load(newest[0] + i);
+    for (int k = 1; k < count; ++k) slope += c[k] * load(newest[k] + i);
+    store(p.data + i, load(x + i) - h * slope);
+  }
+}
+
+// The whole states of a reverse pass.
+template <class T>
+struct Walk {
+  T* cotangent;        // g
+  T* state;            // x̃; for `exact` the states of a segment, one after the other
+  T* known = nullptr;  // f(x̃) where the step before has computed it already
+  T* history[resode::kMaxOrder] = {};  // `predicted`: the last evaluations, a ring
+
+  template <class P>
+  Walk(const P& pass, const resode::Reverse& io, Arena& arena) {
+    const Stage& s = pass.s;
+    // Without padding a tile takes as much room as its rows: the cotangent lives in the result.
+    const bool in_result = io.grad_x && padded<T>(s.dim) == s.dim;
+    cotangent = in_result ? static_cast<T*>(io.grad_x) : arena.take<T>(pass.state_size());
+    state = arena.take<T>(pass.state_size() * (io.rule == Rule::exact ? s.keep_every : 1));
+    // With `paper` the state is p, where the VJP has just been taken: Heun's next step starts with
+    // the same evaluation f_n(p), and so does Euler's if the block stays the same.
+    if (io.rule == Rule::paper && (s.scheme == resode::Scheme::heun || s.tied))
+      known = arena.take<T>(pass.state_size());
+    for (int i = 0; io.rule == Rule::predicted && i < io.order; ++i)
+      history[i] = arena.take<T>(pass.state_size());
+  }
+};
+
+template <class T, class Scheme, class Block>
+class ReverseWorker : public Worker<T, Scheme, Block> {
+ public:
+  ReverseWorker(const Pass<T, Scheme, Block>& pass, const resode::Reverse& io, const Walk<T>& walk,
+                Team team)
+      : Worker<T, Scheme, Block>(pass, team),
+        pass(pass),
+        s(pass.s),
+        io(io),
+        walk(walk),
+        h(bench.step) {}
+
+  void run() {
+    read(walk.cotangent, io.cotangent);
+    if (io.rule != Rule::exact) read(walk.state, io.start);
+    for (int64_t n = s.steps - 1; n >= 0; --n) {
+      if (s.keep_every && (n + 1 == s.steps || (n + 1) % s.keep_every == 0)) restart(n);
+      this->begin_step(n);
+      this->for_each_tile([&](Share rows) { step(n, rows); });
+      this->end_reverse_step(n);
+      ++evaluations;
+      is_known = walk.known;
+    }
+    if (!io.grad_x) return;
+    this->for_each_tile([&](Share rows) {
+      T* const out = pass.tile_rows(static_cast<T*>(io.grad_x), rows);
+      to_rows(out, pass.tile(walk.cotangent, rows), bench.point);
+    });
+  }
+
+ private:
+  using Worker<T, Scheme, Block>::bench;
+  const Pass<T, Scheme, Block>& pass;
+  const Stage& s;
+  const resode::Reverse& io;
+  const Walk<T>& walk;
+  const T h;
+  int64_t evaluations = 0;  // of φ at a point p, so far
+  bool is_known = false;    // walk.known holds the first evaluation of the next step
+
+  void read(T* state, const void* rows_of_state) const {
+    this->for_each_tile([&](Share rows) {
+      from_rows(pass.tile(state, rows), pass.tile_rows(static_cast<const T*>(rows_of_state), rows));
+    });
+  }
+
+  // x[n+1] is a kept state, or the end. `exact` fills in the states of the segment that leads to
+  // it.
+  void restart(int64_t n) {
+    const T* const anchors = static_cast<const T*>(io.anchors);
+    if (io.rule != Rule::exact) {
+      if (n + 1 == s.steps) return;
+      is_known = false;
+      return read(walk.state, pass.anchor(anchors, n + 1));
+    }
+    const int64_t begin = n - n % s.keep_every;
+    read(walk.state, begin ? pass.anchor(anchors, begin) : io.start);
+    for (int64_t m = begin; m < n; ++m) {
+      this->begin_step(m);
+      this->for_each_tile([&](Share rows) {
+        const Matrix<T> x = pass.tile(kept(m), rows);
+        Scheme::slope(bench, m, x, {{pass.tile(kept(m + 1), rows).data, x.data, h}});
+      });
+    }
+  }
+
+  // Where a segment's state x[n] is.
+  T* kept(int64_t n) const { return walk.state + n % s.keep_every * pass.state_size(); }
+
+  void step(int64_t n, Share rows) {
+    const Matrix<T> x = pass.tile(walk.state, rows), g = pass.tile(walk.cotangent, rows);
+    const Matrix<T> p = point(n, rows, x);
+    T* const keep = walk.known && n > 0 ? pass.tile(walk.known, rows).data : nullptr;
+    Update<T> next;
+    if (io.rule == Rule::refined || io.rule == Rule::predicted) next.first = {x.data, x.data, -h};
+    if (io.rule == Rule::predicted)
+      next.second.out = pass.tile(walk.history[evaluations % io.order], rows).data;
+    Scheme::trace(bench, n, p, keep, next);
+    Scheme::vjp(bench, n, p, g, n > 0 || io.grad_x);
+  }
+
+  Matrix<T> point(int64_t n, Share rows, Matrix<T> x) {
+    if (io.rule == Rule::exact) return pass.tile(kept(n), rows);
+    const Matrix<T> p{io.rule == Rule::paper ? x.data : bench.point, x.rows, x.columns};
+    const Update<T> to_p{{p.data, x.data, -h}};
+    int64_t corrections = io.rule == Rule::refined ? io.order - 1 : 0;
+    int64_t available = 0;
+    if (io.rule == Rule::predicted) {
+      available = min(evaluations, io.order);
+      corrections = io.order - available;
+    }
+    if (available > 0) {
+      const T* newest[resode::kMaxOrder];
+      for (int64_t i = 0; i < available; ++i)
+        newest[i] = pass.tile(walk.history[(evaluations - 1 - i) % io.order], rows).data;
+      extrapolate(p, x.data, h, newest, available);
+    } else {
+      Scheme::reverse_slope(bench, n, x, is_known ? pass.tile(walk.known, rows).data : nullptr,
+                            to_p);
+    }
+    for (; corrections > 0; --corrections) Scheme::slope(bench, n, p, to_p);
+    return p;
+  }
+};
+
+template <class T, class Scheme, class Block>
+size_t reverse(const Stage& s, const resode::Reverse& io, void* workspace) {
+  Arena arena(workspace);
+  const Pass<T, Scheme, Block> pass(s, arena, io.gradients);
+  const Walk<T> walk(pass, io, arena);
+  if (workspace)
+    Team::run(pass.tiling.threads,
+              [&](Team team) { ReverseWorker<T, Scheme, Block>(pass, io, walk, team).run(); });
+  return arena.used();
+}
+
+}  // namespace

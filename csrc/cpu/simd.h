@@ -1,0 +1,174 @@
+// Vectors of the instruction set that this file is compiled for, through the GCC/Clang vector
+// extensions: no intrinsics, so the same lines serve SSE2, AVX2, AVX-512 and NEON.
+
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+#include <type_traits>
+#include <utility>
+
+#define RESODE_INLINE inline __attribute__((always_inline))
+
+// The kernels are compiled once per instruction set and linked into one module. Everything is kept
+// in anonymous namespaces, so that the linker can never hand AVX-512 code to a processor without
+// it.
+namespace {
+
+#if defined(__AVX512F__)
+constexpr int kVectorBytes = 64;
+constexpr int kMaxRows = 12;  // of a register block: 24 of 32 registers accumulate
+#elif defined(__AVX2__)
+constexpr int kVectorBytes = 32;
+constexpr int kMaxRows = 6;  // 12 of 16
+#else
+constexpr int kVectorBytes = 16;
+constexpr int kMaxRows = 6;
+#endif
+
+template <class T>
+struct Simd;
+
+template <>
+struct Simd<float> {
+  typedef float Vec __attribute__((vector_size(kVectorBytes)));
+  typedef uint32_t Int __attribute__((vector_size(kVectorBytes)));
+};
+
+template <>
+struct Simd<double> {
+  typedef double Vec __attribute__((vector_size(kVectorBytes)));
+  typedef uint64_t Int __attribute__((vector_size(kVectorBytes)));
+};
+
+template <class T>
+using Vec = typename Simd<T>::Vec;
+
+template <class T>
+constexpr int kLanes = kVectorBytes / int(sizeof(T));
+
+// Columns of a panel and of a register block: two vectors.
+template <class T>
+constexpr int kPanel = 2 * kLanes<T>;
+
+template <class T>
+RESODE_INLINE Vec<T> load(const T* p) {
+  Vec<T> v;
+  memcpy(&v, p, sizeof v);
+  return v;
+}
+
+template <class T>
+RESODE_INLINE void store(T* p, Vec<T> v) {
+  memcpy(p, &v, sizeof v);
+}
+
+template <class To, class From>
+RESODE_INLINE To bit_cast(From from) {
+  static_assert(sizeof(To) == sizeof(From));
+  To to;
+  memcpy(&to, &from, sizeof to);
+  return to;
+}
+
+// Two values that go through a formula side by side; a Pair of Pairs is four. Each operation is
+// carried out on all of them before the next one, so that one's latency is hidden by the others.
+template <class V>
+struct Pair {
+  V a, b;
+  RESODE_INLINE Pair operator-() const { return {-a, -b}; }
+};
+
+template <class T>
+concept Scalar = std::is_floating_point_v<T>;
+
+#define RESODE_PAIR_OPERATOR(op)                            \
+  template <class V>                                        \
+  RESODE_INLINE Pair<V> operator op(Pair<V> x, Pair<V> y) { \
+    return {x.a op y.a, x.b op y.b};                        \
+  }                                                         \
+  template <class V, Scalar T>                              \
+  RESODE_INLINE Pair<V> operator op(Pair<V> x, T y) {       \
+    return {x.a op y, x.b op y};                            \
+  }                                                         \
+  template <class V, Scalar T>                              \
+  RESODE_INLINE Pair<V> operator op(T x, Pair<V> y) {       \
+    return {x op y.a, x op y.b};                            \
+  }
+RESODE_PAIR_OPERATOR(+)
+RESODE_PAIR_OPERATOR(-)
+RESODE_PAIR_OPERATOR(*)
+RESODE_PAIR_OPERATOR(/)
+#undef RESODE_PAIR_OPERATOR
+
+// x where it is not beyond ±limit; a NaN stays one
+template <class V, Scalar T>
+RESODE_INLINE V clamp(V x, T limit) {
+  const V high = V{} + limit;
+  const V bounded = x < -high ? -high : x;
+  return x > high ? high : bounded;
+}
+template <class V, Scalar T>
+RESODE_INLINE Pair<V> clamp(Pair<V> x, T limit) {
+  return {clamp(x.a, limit), clamp(x.b, limit)};
+}
+
+// a where x < y, else b
+template <class V, Scalar T>
+RESODE_INLINE V where_less(V x, T y, V a, V b) {
+  return x < (V{} + y) ? a : b;
+}
+template <class V, Scalar T>
+RESODE_INLINE Pair<V> where_less(Pair<V> x, T y, Pair<V> a, Pair<V> b) {
+  return {where_less(x.a, y, a.a, b.a), where_less(x.b, y, a.b, b.b)};
+}
+
+template <class V, class T>
+RESODE_INLINE V load_all(const T* p) {
+  if constexpr (sizeof(V) == kVectorBytes) {
+    return load(p);
+  } else {
+    using Half = decltype(V::a);
+    return {load_all<Half>(p), load_all<Half>(p + sizeof(Half) / sizeof(T))};
+  }
+}
+
+template <class V, class T>
+RESODE_INLINE void store_all(T* p, V v) {
+  if constexpr (sizeof(V) == kVectorBytes) {
+    store(p, v);
+  } else {
+    store_all(p, v.a);
+    store_all(p + sizeof(v.a) / sizeof(T), v.b);
+  }
+}
+
+// The two halves of one round of a transposition: lane c of both comes from x or y, with the blocks
+// of size Block off the diagonal swapped.
+template <class T, int Block, int... Lane>
+RESODE_INLINE void swap_blocks(Vec<T>& x, Vec<T>& y, std::integer_sequence<int, Lane...>) {
+  constexpr int L = kLanes<T>;
+  const Vec<T> a = x, b = y;
+#if defined(__clang__)
+  x = __builtin_shufflevector(a, b, (Lane & Block ? L + Lane - Block : Lane)...);
+  y = __builtin_shufflevector(a, b, (Lane & Block ? L + Lane : Lane + Block)...);
+#else
+  using Mask = typename Simd<T>::Int;
+  x = __builtin_shuffle(a, b, Mask{(Lane & Block ? L + Lane - Block : Lane)...});
+  y = __builtin_shuffle(a, b, Mask{(Lane & Block ? L + Lane : Lane + Block)...});
+#endif
+}
+
+// Transposes a square of vectors: log2(lanes) rounds with blocks of size 1, 2, 4, …
+template <class T, int Block = 1>
+RESODE_INLINE void transpose(Vec<T> (&a)[kLanes<T>]) {
+  if constexpr (Block < kLanes<T>) {
+#pragma GCC unroll 16
+    for (int i = 0; i < kLanes<T>; ++i)
+      if (!(i & Block))
+        swap_blocks<T, Block>(a[i], a[i + Block], std::make_integer_sequence<int, kLanes<T>>{});
+    transpose<T, 2 * Block>(a);
+  }
+}
+
+}  // namespace

@@ -1,0 +1,172 @@
+// The Python module `_C`: checks nothing, allocates nothing, knows no torch. Callers pass addresses
+// of contiguous memory that they keep alive; the GIL is released while kernels run.
+
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <cstdlib>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "stage.h"
+
+namespace py = pybind11;
+
+namespace resode {
+
+extern const Kernels kernels_baseline;
+#if defined(RESODE_WITH_AVX2)
+extern const Kernels kernels_avx2;
+#endif
+#if defined(RESODE_WITH_AVX512)
+extern const Kernels kernels_avx512;
+#endif
+
+namespace {
+
+struct Build {
+  const Kernels* kernels;
+  bool supported;  // by this processor
+};
+
+// From the plainest to the widest.
+std::vector<Build> builds() {
+  std::vector<Build> all = {{&kernels_baseline, true}};
+#if defined(RESODE_WITH_AVX2)
+  all.push_back({&kernels_avx2, __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")});
+#endif
+#if defined(RESODE_WITH_AVX512)
+  all.push_back({&kernels_avx512,
+                 __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512vl") &&
+                     __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512bw")});
+#endif
+  return all;
+}
+
+std::vector<std::string> instruction_sets(bool only_supported) {
+  std::vector<std::string> names;
+  for (const Build& b : builds())
+    if (b.supported || !only_supported) names.push_back(b.kernels->name);
+  return names;
+}
+
+const Kernels* selected = nullptr;
+
+void select(const std::string& name) {
+  std::string known;
+  for (const Build& b : builds()) {
+    if (!b.supported) continue;
+    if (name == b.kernels->name) {
+      selected = b.kernels;
+      return;
+    }
+    known += (known.empty() ? "" : ", ") + std::string(b.kernels->name);
+  }
+  throw py::value_error("instruction set '" + name +
+                        "' cannot be used here; this build and processor have: " + known);
+}
+
+// The place of `name` among the names of an enum, given in its order.
+template <class Enum>
+Enum parse(const std::string& name, std::initializer_list<const char*> names) {
+  int i = 0;
+  for (const char* candidate : names) {
+    if (name == candidate) return Enum(i);
+    ++i;
+  }
+  throw py::value_error("unknown name '" + name + "'");
+}
+
+Stage make_stage(const std::string& block, const std::string& activation, const std::string& scheme,
+                 int64_t steps, double step, bool tied, int64_t rows, int64_t dim, int64_t hidden,
+                 const std::string& stream, const std::string& storage,
+                 const std::vector<uintptr_t>& parameters, int64_t keep_every, int threads) {
+  Stage s{};
+  s.block = parse<Block>(block, {"mlp", "linear"});
+  s.activation = parse<Activation>(activation, {"identity", "relu", "tanh", "gelu", "silu"});
+  s.scheme = parse<Scheme>(scheme, {"euler", "heun"});
+  s.steps = steps;
+  s.step = step;
+  s.tied = tied;
+  s.rows = rows;
+  s.dim = dim;
+  s.hidden = hidden;
+  s.stream = parse<DType>(stream, {"float32", "float64"});
+  s.storage = parse<DType>(storage, {"float32", "float64", "float16", "bfloat16"});
+  for (size_t i = 0; i < parameters.size() && i < kMaxParameters; ++i)
+    s.parameters[i] = reinterpret_cast<const void*>(parameters[i]);
+  s.keep_every = keep_every;
+  s.threads = threads;
+  return s;
+}
+
+Reverse make_reverse(const std::string& rule, int order, uintptr_t start, uintptr_t anchors,
+                     uintptr_t cotangent, uintptr_t grad_x,
+                     const std::vector<uintptr_t>& gradients) {
+  Reverse r{};
+  r.rule = parse<Rule>(rule, {"exact", "paper", "refined", "predicted"});
+  r.order = order;
+  r.start = reinterpret_cast<const void*>(start);
+  r.anchors = reinterpret_cast<const void*>(anchors);
+  r.cotangent = reinterpret_cast<const void*>(cotangent);
+  r.grad_x = reinterpret_cast<void*>(grad_x);
+  for (size_t i = 0; i < gradients.size() && i < kMaxParameters; ++i)
+    r.gradients[i] = reinterpret_cast<void*>(gradients[i]);
+  return r;
+}
+
+}  // namespace
+
+PYBIND11_MODULE(_C, m) {
+  m.doc() = "Fused CPU kernels of resode_kernels. See resode_kernels/backends/cpp.py.";
+
+  py::class_<Stage>(m, "Stage")
+      .def(py::init(&make_stage), py::kw_only(), py::arg("block"), py::arg("activation"),
+           py::arg("scheme"), py::arg("steps"), py::arg("step"), py::arg("tied"), py::arg("rows"),
+           py::arg("dim"), py::arg("hidden"), py::arg("stream"), py::arg("storage"),
+           py::arg("parameters"), py::arg("keep_every"), py::arg("threads"));
+
+  py::class_<Forward>(m, "Forward")
+      .def(py::init([](uintptr_t x, uintptr_t y, uintptr_t anchors) {
+             return Forward{reinterpret_cast<const void*>(x), reinterpret_cast<void*>(y),
+                            reinterpret_cast<void*>(anchors)};
+           }),
+           py::kw_only(), py::arg("x"), py::arg("y"), py::arg("anchors"));
+
+  py::class_<Reverse>(m, "Reverse")
+      .def(py::init(&make_reverse), py::kw_only(), py::arg("rule"), py::arg("order"),
+           py::arg("start"), py::arg("anchors"), py::arg("cotangent"), py::arg("grad_x"),
+           py::arg("gradients"));
+
+  const auto no_gil = py::call_guard<py::gil_scoped_release>();
+  m.def("workspace_bytes",
+        [](const Stage& s, const Forward& io) { return selected->forward(s, io, nullptr); });
+  m.def("workspace_bytes",
+        [](const Stage& s, const Reverse& io) { return selected->reverse(s, io, nullptr); });
+  m.def(
+      "run",
+      [](const Stage& s, const Forward& io, uintptr_t workspace) {
+        selected->forward(s, io, reinterpret_cast<void*>(workspace));
+      },
+      no_gil);
+  m.def(
+      "run",
+      [](const Stage& s, const Reverse& io, uintptr_t workspace) {
+        selected->reverse(s, io, reinterpret_cast<void*>(workspace));
+      },
+      no_gil);
+  m.def(
+      "fma_peak", [](int threads, double seconds) { return selected->fma_peak(threads, seconds); },
+      py::arg("threads"), py::arg("seconds") = 0.2, no_gil);
+
+  m.def("built", [] { return instruction_sets(false); });
+  m.def("supported", [] { return instruction_sets(true); });
+  m.def("selected", [] { return std::string(selected->name); });
+  m.def("select", &select, py::arg("name"));
+
+  const char* forced = std::getenv("RESODE_ISA");
+  select(forced && *forced ? forced : instruction_sets(true).back());
+}
+
+}  // namespace resode

@@ -1,0 +1,65 @@
+// What a stage is and how it is run: plain numbers and addresses.
+//
+// Every backend's entry points take these structs, so nothing below this header knows torch.
+// Names follow the paper: a stage makes N steps  x[n+1] = x[n] + h φ_n(x[n]).
+
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace resode {
+
+enum class Block { mlp, linear };
+enum class Activation { identity, relu, tanh, gelu, silu };
+enum class Scheme { euler, heun };
+enum class Rule { exact, paper, refined, predicted };
+enum class DType { float32, float64, float16, bfloat16 };
+
+constexpr int kMaxParameters = 4;
+constexpr int kMaxOrder = 3;  // evaluations that `predicted` extrapolates from
+
+struct Stage {
+  Block block;
+  Activation activation;
+  Scheme scheme;
+  int64_t steps;  // N
+  double step;    // h
+  bool tied;      // one block serves every step
+  int64_t rows, dim, hidden;
+  DType stream;   // of states and cotangents: float32 or float64
+  DType storage;  // of the parameters and their gradients
+  // Stacked over blocks, contiguous. mlp: w1 [·, hidden, dim], b1 [·, hidden], w2 [·, dim, hidden],
+  // b2 [·, dim]; linear: weight [·, dim, dim]. A null pointer is a parameter that is absent.
+  const void* parameters[kMaxParameters];
+  int64_t keep_every;  // k: the states x[k], x[2k], … are kept as anchors; 0: none are
+  int threads;
+};
+
+// All states are [rows, dim], contiguous, in the stream's dtype; anchors are [count, rows, dim].
+struct Forward {
+  const void* x;
+  void* y;
+  void* anchors;
+};
+
+struct Reverse {
+  Rule rule;
+  int order;
+  const void* start;                // where the walk begins: x[N], for `exact` x[0]
+  const void* anchors;              // as Forward left them
+  const void* cotangent;            // ∂L/∂x[N]
+  void* grad_x;                     // null: not needed
+  void* gradients[kMaxParameters];  // in the storage dtype; null: not needed
+};
+
+// The entry points of one build for one instruction set. Called with workspace = null, forward and
+// reverse run nothing and return the bytes of workspace they need (64-byte aligned).
+struct Kernels {
+  const char* name;
+  size_t (*forward)(const Stage&, const Forward&, void* workspace);
+  size_t (*reverse)(const Stage&, const Reverse&, void* workspace);
+  double (*fma_peak)(int threads, double seconds);  // multiply-adds count as two, per second
+};
+
+}  // namespace resode

@@ -1,0 +1,16 @@
+"""Train residual networks of any depth in constant memory.
+
+A residual stage  x[n+1] = x[n] + h f(x[n], θ[n])  is run backwards in time in the backward pass:
+activations are reconstructed instead of stored. See the README for when that works.
+"""
+
+from importlib.metadata import version
+
+__version__ = version("resode_kernels")
+
+from . import functional
+from .backends import BackendUnavailableError
+from .options import How
+from .stages import LinearStage, MLPStage, Stage
+
+__all__ = ["BackendUnavailableError", "How", "LinearStage", "MLPStage", "Stage", "functional"]

@@ -1,0 +1,17 @@
+"""``python -m resode_kernels info``."""
+
+import argparse
+
+from .info import lines
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m resode_kernels")
+    commands = parser.add_subparsers(dest="command", required=True)
+    commands.add_parser("info", help="what was built, what runs here, and what \"auto\" picks")
+    parser.parse_args()
+    print("\n".join(lines()))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,58 @@
+"""The reference as a backend: plain PyTorch, for every device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from .. import reference
+from ..problem import Problem
+
+
+def unavailable() -> None:
+    return None
+
+
+def _scheme(problem: Problem, dtype: torch.dtype) -> reference.Scheme:
+    def block(n: int) -> reference.Block:
+        theta = [None if p is None else p[n].to(dtype) for p in problem.parameters]
+        if problem.block == "linear":
+            return reference.Linear(*theta)
+        return reference.MLP(problem.activation, *theta)
+
+    blocks = [block(0)] * problem.blocks if problem.tied else [block(n) for n in range(problem.blocks)]
+    return reference.SCHEMES[problem.method.scheme](blocks, problem.method.step)
+
+
+def forward(problem: Problem, x: Tensor, y: Tensor, anchors: Tensor) -> None:
+    with torch.autocast(x.device.type, enabled=False):
+        result, kept = reference.forward(_scheme(problem, x.dtype), x, problem.method.keep_every)
+    y.copy_(result)
+    for anchor, state in zip(anchors, kept.values(), strict=True):
+        anchor.copy_(state)
+
+
+def reverse(
+    problem: Problem,
+    start: Tensor,
+    anchors: Tensor,
+    cotangent: Tensor,
+    gradients: Sequence[Tensor | None],
+) -> None:
+    method = problem.method
+    scheme = _scheme(problem, start.dtype)
+    kept = {(i + 1) * method.keep_every: anchor for i, anchor in enumerate(anchors)}
+    if method.rule == "exact":
+        points = reference.exact_points(scheme, start, kept)
+    else:
+        points = reference.adjoint_points(method.rule, method.order, scheme, start, kept)
+    with torch.autocast(start.device.type, enabled=False):
+        grad_x, sums = reference.reverse(scheme, cotangent, points)
+    if gradients[0] is not None:
+        gradients[0].copy_(grad_x)
+    for i, gradient in enumerate(gradients[1:]):
+        if gradient is not None:
+            for n in range(gradient.shape[0]):
+                gradient[n].copy_(sums[scheme.f[n]][i])

@@ -1,0 +1,127 @@
+"""Stages as modules: stacks of residual blocks that train in constant memory."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from . import functional
+from .options import How, choice, positive_int
+
+
+class Stage(nn.Module):
+    """What all stages share: a depth, tied or untied blocks and the options of ``How``."""
+
+    def __init__(self, dim: int, depth: int, tied: bool, options: dict[str, Any]) -> None:
+        super().__init__()
+        positive_int("dim", dim)
+        positive_int("depth", depth)
+        self.dim, self.depth, self.tied = dim, depth, tied
+        self.how = How.from_options(options)
+
+    @property
+    def blocks(self) -> int:
+        """The number of blocks that have parameters of their own."""
+        return 1 if self.tied else self.how.blocks(self.depth)
+
+    def configure(self, **options: Any) -> Stage:
+        """Changes options, say ``stage.configure(backward="stored")``; returns the stage."""
+        how = How.from_options({**vars(self.how), **options})
+        if not self.tied and how.blocks(self.depth) != self.blocks:
+            raise ValueError(
+                f"scheme={how.scheme!r} takes {how.blocks(self.depth)} blocks at depth {self.depth}, "
+                f"but this stage has {self.blocks}; make a new stage"
+            )
+        self.how = how
+        return self
+
+    def extra_repr(self) -> str:
+        changed = [f"{k}={v!r}" for k, v in vars(self.how).items() if v != getattr(How, k)]
+        tied = ["tied=True"] if self.tied else []
+        return ", ".join([f"dim={self.dim}", f"depth={self.depth}", *tied, *changed])
+
+
+class MLPStage(Stage):
+    """``depth`` residual steps with f(x) = W2 σ(W1 x + b1) + b2.
+
+    Parameters are stacked over blocks, each in ``nn.Linear``'s layout: w1 [blocks, hidden, dim],
+    b1 [blocks, hidden], w2 [blocks, dim, hidden], b2 [blocks, dim]. There are ``depth`` blocks,
+    one more with ``scheme="heun"``, and one in all if ``tied``. ``how``: see ``options.How``.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        hidden: int,
+        depth: int,
+        activation: str = "tanh",
+        bias: bool = True,
+        tied: bool = False,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        **how: Any,
+    ) -> None:
+        super().__init__(dim, depth, tied, how)
+        positive_int("hidden", hidden)
+        choice("activation", activation, functional.ACTIVATIONS)
+        self.hidden, self.activation = hidden, activation
+
+        def parameter(*shape: int) -> nn.Parameter:
+            return nn.Parameter(torch.empty(self.blocks, *shape, device=device, dtype=dtype))
+
+        self.w1 = parameter(hidden, dim)
+        self.b1 = parameter(hidden) if bias else None
+        self.w2 = parameter(dim, hidden)
+        self.b2 = parameter(dim) if bias else None
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """As ``nn.Linear``: uniform in ±1/√(inputs)."""
+        for weight, bias in ((self.w1, self.b1), (self.w2, self.b2)):
+            _init_linear(weight, bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return functional.run_mlp(
+            x, self.w1, self.b1, self.w2, self.b2, self.activation, self.depth, self.how
+        )
+
+    def extra_repr(self) -> str:
+        bias = [] if self.b1 is not None else ["bias=False"]
+        return ", ".join(
+            [super().extra_repr(), f"hidden={self.hidden}", f"activation={self.activation!r}", *bias]
+        )
+
+
+class LinearStage(Stage):
+    """``depth`` residual steps with f(x) = θ x; weight [blocks, dim, dim]. ``how``: see ``options.How``."""
+
+    def __init__(
+        self,
+        dim: int,
+        depth: int,
+        tied: bool = False,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        **how: Any,
+    ) -> None:
+        super().__init__(dim, depth, tied, how)
+        self.weight = nn.Parameter(torch.empty(self.blocks, dim, dim, device=device, dtype=dtype))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        _init_linear(self.weight, None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return functional.run_linear(x, self.weight, self.depth, self.how)
+
+
+def _init_linear(weight: nn.Parameter, bias: nn.Parameter | None) -> None:
+    bound = 1 / math.sqrt(weight.shape[-1])
+    for parameter in (weight, bias):
+        if parameter is not None:
+            nn.init.uniform_(parameter, -bound, bound)
