@@ -29,6 +29,7 @@ from setuptools.errors import CompileError
 
 ROOT = Path(__file__).resolve().parent
 CSRC = ROOT / "csrc"
+REPORT = "build_report.json"
 
 # From the plainest to the widest; x86-64 has all three, other processors the first.
 INSTRUCTION_SETS = {"baseline": []}
@@ -58,14 +59,28 @@ def accepts(compiler: str, *flags: str) -> bool:
 def write_ninja(path: Path, target: Path, compiler: str) -> dict[str, object]:
     """Writes build.ninja for `target`; returns what `info` reports of the build."""
     openmp = ["-fopenmp"] if accepts(compiler, "-fopenmp") else []
-    flags = ["-std=c++20", "-O3", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra", "-Wno-psabi"]
+    flags = [
+        "-std=c++20",
+        "-O3",
+        "-ffp-contract=fast",
+        "-fPIC",
+        "-fvisibility=hidden",
+        "-Wall",
+        "-Wextra",
+        "-Wno-psabi",
+    ]
     flags += openmp + os.environ.get("RESODE_CXXFLAGS", "").split()
     link = ["-bundle", "-undefined", "dynamic_lookup"] if sys.platform == "darwin" else ["-shared"]
     with path.open("w") as file:
         ninja = ninja_syntax.Writer(file)
         ninja.variable("cxx", compiler)
         ninja.variable("flags", flags)
-        ninja.rule("compile", "$cxx -MMD -MF $out.d $flags $extra -c $in -o $out", depfile="$out.d", deps="gcc")
+        ninja.rule(
+            "compile",
+            "$cxx -MMD -MF $out.d $flags $extra -c $in -o $out",
+            depfile="$out.d",
+            deps="gcc",
+        )
         ninja.rule("link", "$cxx $flags $link $in -o $out")
         objects = []
         for name, isa_flags in INSTRUCTION_SETS.items():
@@ -99,30 +114,32 @@ class NinjaBuild(build_ext):
         directory = Path(self.build_temp).resolve()
         for folder in (target.parent, directory):
             folder.mkdir(parents=True, exist_ok=True)
-        report_file = target.parent / "build_report.json"
         try:
             report = write_ninja(directory / "build.ninja", target, find_compiler())
             jobs = os.environ.get("MAX_JOBS")
-            subprocess.run(
-                [sys.executable, "-m", "ninja", "-C", str(directory), *(["-j", jobs] if jobs else [])],
-                check=True,
-            )
+            ninja = [sys.executable, "-m", "ninja", "-C", str(directory)]
+            subprocess.run(ninja + (["-j", jobs] if jobs else []), check=True)
         except (CompileError, OSError, subprocess.CalledProcessError) as error:
             target.unlink(missing_ok=True)
-            report_file.write_text(json.dumps({"error": str(error)}, indent=1) + "\n")
             if os.environ.get("RESODE_CPP") == "1":
                 raise CompileError(f"the C++ kernels could not be built: {error}") from error
+            report = {"error": f"the C++ kernels could not be built: {error}"}
             print(
-                f"resode_kernels: the C++ kernels could not be built ({error}). Installing with the "
-                "slower reference backend; install a C++20 compiler and run pip again to get them.",
+                f"resode_kernels: {report['error']}. Installing with the slower reference backend; "
+                "install a C++20 compiler and run pip again to get them.",
                 file=sys.stderr,
             )
-            return
-        report_file.write_text(json.dumps(report, indent=1) + "\n")
+        (target.parent / REPORT).write_text(json.dumps(report, indent=1) + "\n")
+
+    def copy_extensions_to_source(self) -> None:
+        """For editable installs: the report goes where the module goes."""
+        super().copy_extensions_to_source()
+        built = Path(self.build_lib, "resode_kernels", REPORT)
+        shutil.copy(built, ROOT / "resode_kernels" / REPORT)
 
     def get_outputs(self) -> list[str]:
-        reports = {str(Path(path).parent / "build_report.json") for path in super().get_outputs()}
-        return [path for path in (*super().get_outputs(), *sorted(reports)) if Path(path).exists()]
+        modules = [path for path in super().get_outputs() if Path(path).exists()]
+        return [*modules, str(Path(self.build_lib, "resode_kernels", REPORT))]
 
 
 setup(

@@ -49,7 +49,9 @@ class StageFunction(torch.autograd.Function):
                 grad_x = grad_x.to(ctx.dtype)
         if torch.is_grad_enabled():  # create_graph=True
             graph = [t for t in (grad, *saved) if t is not None and t.requires_grad]
-            grad_x, *grads = (g if g is None else Undifferentiable.apply(g, *graph) for g in (grad_x, *grads))
+            grad_x, *grads = (
+                g if g is None else Undifferentiable.apply(g, *graph) for g in (grad_x, *grads)
+            )
         return grad_x, None, None, None, None, *grads
 
 

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import platform
-from importlib import resources
-from typing import Any
 
 import torch
 
@@ -14,14 +11,8 @@ from .backends import cpp
 from .options import BACKENDS
 
 
-def build_report() -> dict[str, Any]:
-    """What setup.py wrote down about the extension module's build."""
-    file = resources.files(__package__) / "build_report.json"
-    return json.loads(file.read_text()) if file.is_file() else {}
-
-
 def lines() -> list[str]:
-    report = build_report()
+    report = cpp.build_report()
     out = [
         f"resode_kernels {__version__}, torch {torch.__version__}, "
         f"Python {platform.python_version()}, {platform.machine()}",
@@ -39,7 +30,7 @@ def lines() -> list[str]:
             f"  in use             {cpp._C.selected()} (RESODE_ISA chooses another), {threads} threads",
         ]
     else:
-        out += [f"  not available: {report.get('error', reason)}"]
+        out += [f"  not available: {reason}"]
     device_types = ["cpu"] + (["cuda"] if torch.cuda.is_available() else [])
     for device_type in device_types:
         out += ["", f"Backends for {device_type} tensors"]
@@ -47,5 +38,7 @@ def lines() -> list[str]:
         for name in BACKENDS[1:]:
             why_not = backends.why_not(name, device_type)
             state = f"not available: {why_not}" if why_not else "available"
-            out.append(f"  {name:<10} {state}" + ('  <- "auto" picks this' if name == picked else ""))
+            out.append(
+                f"  {name:<10} {state}" + ('  <- "auto" picks this' if name == picked else "")
+            )
     return out

@@ -58,7 +58,7 @@ def _new_gradients(
 def _forward(x: Tensor, *fields: Any) -> tuple[Tensor, Tensor]:
     y, anchors = _new_states(x, *fields)
     if x.numel():
-        backends.load(fields[-1]).forward(_problem(fields), x, y, anchors)
+        backends.IMPLEMENTED[fields[-1]].forward(_problem(fields), x, y, anchors)
     return y, anchors
 
 
@@ -68,7 +68,9 @@ def _reverse(
     gradients = _new_gradients(start, anchors, cotangent, needs, *fields)
     wanted = [g if need else None for g, need in zip(gradients, needs, strict=True)]
     if start.numel():
-        backends.load(fields[-1]).reverse(_problem(fields), start, anchors, cotangent, wanted)
+        backends.IMPLEMENTED[fields[-1]].reverse(
+            _problem(fields), start, anchors, cotangent, wanted
+        )
     else:  # no rows: nothing to sum
         for gradient in gradients:
             gradient.zero_()

@@ -72,7 +72,9 @@ class Function:
     def vjp(self, x: Tensor, g: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
         with torch.enable_grad():
             x = x.detach().requires_grad_()
-            gradients = torch.autograd.grad(self.function(x, *self.parameters), (x, *self.parameters), g)
+            gradients = torch.autograd.grad(
+                self.function(x, *self.parameters), (x, *self.parameters), g
+            )
         return gradients[0], gradients[1:]
 
 
@@ -215,5 +217,7 @@ def reverse(
         g, contributions = scheme.vjp(n, p, g)
         for block, grads in contributions:
             before = sums.get(block)
-            sums[block] = tuple(a + b for a, b in zip(before, grads, strict=True)) if before else grads
+            sums[block] = (
+                tuple(a + b for a, b in zip(before, grads, strict=True)) if before else grads
+            )
     return g, sums

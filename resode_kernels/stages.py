@@ -92,7 +92,12 @@ class MLPStage(Stage):
     def extra_repr(self) -> str:
         bias = [] if self.b1 is not None else ["bias=False"]
         return ", ".join(
-            [super().extra_repr(), f"hidden={self.hidden}", f"activation={self.activation!r}", *bias]
+            [
+                super().extra_repr(),
+                f"hidden={self.hidden}",
+                f"activation={self.activation!r}",
+                *bias,
+            ]
         )
 
 

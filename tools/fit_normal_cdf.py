@@ -21,14 +21,18 @@ def target(t: mpf) -> mpf:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
     parser.add_argument("--limit", type=float, required=True)
     parser.add_argument("--degree", type=int, required=True)
     args = parser.parse_args()
     mp.dps = 50
 
     low, high, n = mpf(-1), mpf(args.limit - CENTRE) / mpf(args.limit + CENTRE), args.degree + 1
-    nodes = [(high + low) / 2 + (high - low) / 2 * cos(pi * (2 * i + 1) / (2 * n)) for i in range(n)]
+    nodes = [
+        (high + low) / 2 + (high - low) / 2 * cos(pi * (2 * i + 1) / (2 * n)) for i in range(n)
+    ]
     vandermonde = matrix([[t**j for j in range(n)] for t in nodes])
     coefficients = list(lu_solve(vandermonde, matrix([target(t) for t in nodes])))
     for c in coefficients:

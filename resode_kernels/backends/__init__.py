@@ -9,18 +9,14 @@ A backend is a module with three functions:
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Sequence
-from functools import cache
-from typing import Protocol, cast
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from ..problem import Problem
-
-# In the order in which "auto" tries them, per device type; any other device: the reference.
-PREFERENCE = {"cpu": ("cpp", "reference")}
+from . import cpp, reference
 
 
 class BackendUnavailableError(RuntimeError):
@@ -42,26 +38,28 @@ class Backend(Protocol):
     ) -> None: ...
 
 
-@cache
-def load(name: str) -> Backend:
-    return cast(Backend, importlib.import_module(f".{name}", __name__))
+IMPLEMENTED: dict[str, Backend] = {"cpp": cpp, "reference": reference}
+
+# The order in which "auto" tries them, per device type; on any other device the reference runs.
+PREFERENCE = {"cpu": ("cpp", "reference")}
 
 
-@cache
 def why_not(name: str, device_type: str) -> str | None:
     """Why the backend cannot run tensors of a device, or None if it can."""
-    if name in ("triton", "cuda"):
+    if name not in IMPLEMENTED:
         return "this version of resode_kernels does not contain it"
     if name == "cpp" and device_type != "cpu":
         return f"it runs on the CPU, not on {device_type!r}"
-    return load(name).unavailable()
+    return IMPLEMENTED[name].unavailable()
 
 
 def choose(name: str, device: torch.device) -> str:
     """The backend that runs tensors of ``device`` when ``name`` is asked for."""
     if name == "auto":
-        candidates = PREFERENCE.get(device.type, ("reference",))
-        return next(c for c in candidates if why_not(c, device.type) is None)
+        for candidate in PREFERENCE.get(device.type, ()):
+            if why_not(candidate, device.type) is None:
+                return candidate
+        return "reference"
     reason = why_not(name, device.type)
     if reason is not None:
         raise BackendUnavailableError(

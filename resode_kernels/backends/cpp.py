@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
+import json
 from collections.abc import Sequence
+from importlib import resources
 from typing import Any
 
 import torch
@@ -10,14 +13,20 @@ from torch import Tensor
 
 from ..problem import Problem
 
+
+def build_report() -> dict[str, Any]:
+    """What setup.py wrote down about the build of the extension module."""
+    file = resources.files("resode_kernels") / "build_report.json"
+    return json.loads(file.read_text()) if file.is_file() else {}
+
+
+_C: Any = None
+_reason: str | None = None
 try:
     # After torch, whose OpenMP runtime and thread pool the module then shares.
-    from .. import _C
+    _C = importlib.import_module("resode_kernels._C")
 except ImportError as error:
-    _C = None
-    _reason: str | None = f"the extension module is not there ({error})"
-else:
-    _reason = None
+    _reason = str(build_report().get("error", error))
 
 
 def unavailable() -> str | None:

@@ -22,7 +22,9 @@ def _scheme(problem: Problem, dtype: torch.dtype) -> reference.Scheme:
             return reference.Linear(*theta)
         return reference.MLP(problem.activation, *theta)
 
-    blocks = [block(0)] * problem.blocks if problem.tied else [block(n) for n in range(problem.blocks)]
+    blocks = (
+        [block(0)] * problem.blocks if problem.tied else [block(n) for n in range(problem.blocks)]
+    )
     return reference.SCHEMES[problem.method.scheme](blocks, problem.method.step)
 
 
