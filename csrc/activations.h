@@ -39,14 +39,16 @@ struct Gelu {
   }
 };
 
-// silu(z) = z s(z), silu'(z) = s + z s (1 − s), with the logistic function s.
+// silu(z) = z s, silu'(z) = s + z s (1 − s), with s = 1/(1 + e), e = exp(−z); 1 − s = e s does not
+// cancel.
 struct Silu {
   template <class M, class V>
   static inline void apply(V z, V& value, V& slope) {
     using T = typename M::Scalar;
-    const V s = T(1) / (T(1) + M::exp(clamp(-z, M::exp_limit)));
+    const V e = M::exp(clamp(-z, M::exp_limit));
+    const V s = T(1) / (T(1) + e);
     value = z * s;
-    slope = s + value * (T(1) - s);
+    slope = s + value * (e * s);
   }
 };
 

@@ -1,0 +1,55 @@
+"""Fixtures for all tests."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from resode_kernels.backends import cpp
+
+INSTRUCTION_SETS = cpp._C.supported() if cpp.unavailable() is None else []
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Tests of the C++ kernels need them, unless they were not built; RESODE_CPP=1 insists."""
+    if cpp.unavailable() is None or os.environ.get("RESODE_CPP") == "1":
+        return
+    skip = pytest.mark.skip(reason=f"the C++ backend is not available: {cpp.unavailable()}")
+    for item in items:
+        if "needs_cpp" in item.keywords:
+            item.add_marker(skip)
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    torch.manual_seed(0)
+
+
+@pytest.fixture
+def nan_memory() -> Iterator[None]:
+    """Everything torch.empty returns, the kernels' workspace too, is full of NaNs."""
+    torch.use_deterministic_algorithms(True)
+    assert torch.utils.deterministic.fill_uninitialized_memory
+    assert torch.empty(8, dtype=torch.uint8).view(torch.float32).isnan().all()
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture(params=INSTRUCTION_SETS or ["none"])
+def instruction_set(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Every build of the kernels that this processor can run."""
+    before = cpp._C.selected()
+    cpp._C.select(request.param)
+    yield request.param
+    cpp._C.select(before)
+
+
+@pytest.fixture(params=[1, 2, 3])
+def threads(request: pytest.FixtureRequest) -> Iterator[int]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)
