@@ -4,7 +4,6 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
-#include <cstdlib>
 #include <stdexcept>
 #include <string>
 #include <vector>
@@ -165,8 +164,7 @@ PYBIND11_MODULE(_C, m) {
   m.def("selected", [] { return std::string(selected->name); });
   m.def("select", &select, py::arg("name"));
 
-  const char* forced = std::getenv("RESODE_ISA");
-  select(forced && *forced ? forced : instruction_sets(true).back());
+  select(instruction_sets(true).back());
 }
 
 }  // namespace resode

@@ -67,9 +67,7 @@ def run_mlp(
     depth: int | None,
     how: How,
 ) -> Tensor:
-    if w1.dim() != 3:
-        raise ValueError(f"w1 must have the shape [blocks, hidden, dim], not {list(w1.shape)}")
-    blocks, hidden, dim = w1.shape
+    blocks, hidden, dim = _three_dimensions("w1", w1, "[blocks, hidden, dim]")
     parameters = {
         "w1": (w1, (blocks, hidden, dim)),
         "b1": (b1, (blocks, hidden)),
@@ -80,9 +78,7 @@ def run_mlp(
 
 
 def run_linear(x: Tensor, weight: Tensor, depth: int | None, how: How) -> Tensor:
-    if weight.dim() != 3:
-        raise ValueError(f"weight must have the shape [blocks, dim, dim], not {list(weight.shape)}")
-    blocks, dim = weight.shape[0], weight.shape[2]
+    blocks, _, dim = _three_dimensions("weight", weight, "[blocks, dim, dim]")
     return _run("linear", "identity", x, {"weight": (weight, (blocks, dim, dim))}, depth, how)
 
 
@@ -126,8 +122,20 @@ def _depth(depth: int | None, blocks: int, how: How) -> int:
     return depth
 
 
+def _tensor(name: str, value: object) -> Tensor:
+    if not isinstance(value, Tensor):
+        raise TypeError(f"{name} must be a tensor, not {value if value is None else type(value)}")
+    return value
+
+
+def _three_dimensions(name: str, weight: Tensor, expected: str) -> torch.Size:
+    if _tensor(name, weight).dim() != 3:
+        raise ValueError(f"{name} must have the shape {expected}, not {list(weight.shape)}")
+    return weight.shape
+
+
 def _check(x: Tensor, dim: int, parameters: Parameters) -> None:
-    if x.dtype not in DTYPES:
+    if _tensor("x", x).dtype not in DTYPES:
         raise TypeError(f"x must be of a floating-point dtype, not {x.dtype}")
     if x.dim() == 0 or x.shape[-1] != dim:
         raise ValueError(
@@ -135,11 +143,10 @@ def _check(x: Tensor, dim: int, parameters: Parameters) -> None:
             f"but has the shape {list(x.shape)}"
         )
     dtype = None
-    for name, (tensor, shape) in parameters.items():
-        if tensor is None:
-            if name not in OPTIONAL:
-                raise TypeError(f"{name} must be a tensor, not None")
+    for name, (value, shape) in parameters.items():
+        if value is None and name in OPTIONAL:
             continue
+        tensor = _tensor(name, value)
         if tuple(tensor.shape) != shape:
             raise ValueError(f"{name} must have the shape {list(shape)}, not {list(tensor.shape)}")
         if 0 in shape:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
 from collections.abc import Sequence
 from importlib import resources
 from typing import Any
@@ -27,6 +28,9 @@ try:
     _C = importlib.import_module("resode_kernels._C")
 except ImportError as error:
     _reason = str(build_report().get("error", error))
+else:
+    if os.environ.get("RESODE_ISA"):
+        _C.select(os.environ["RESODE_ISA"])
 
 
 def unavailable() -> str | None:

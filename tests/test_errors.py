@@ -1,0 +1,118 @@
+"""Bad input gets one clear exception that names the argument, what it was and what it takes."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+
+import resode_kernels as rk
+from resode_kernels.functional import linear_stage, mlp_stage
+
+
+def mlp_arguments(**changes: Any) -> dict[str, Any]:
+    arguments = {
+        "x": torch.randn(4, 6),
+        "w1": torch.randn(5, 8, 6),
+        "b1": torch.randn(5, 8),
+        "w2": torch.randn(5, 6, 8),
+        "b2": torch.randn(5, 6),
+    }
+    return arguments | changes
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"x": torch.randn(4, 7)}, ValueError, r"x must have 6 as its last dimension.*\[4, 7\]"),
+        ({"x": torch.tensor(1.0)}, ValueError, r"x must have 6 as its last dimension.*\[\]"),
+        ({"x": torch.ones(4, 6, dtype=torch.int64)}, TypeError, "x must be of a floating.*int64"),
+        ({"x": torch.ones(4, 6, dtype=torch.complex64)}, TypeError, "x must be of a floating.*complex"),
+        ({"x": torch.randn(4, 6).double()}, TypeError, "w1 is torch.float32 and x is torch.float64"),
+        ({"x": torch.randn(4, 6, device="meta")}, ValueError, "w1 is on cpu, but x is on meta"),
+        ({"w1": torch.randn(8, 6)}, ValueError, r"w1 must have the shape \[blocks, hidden, dim\]"),
+        ({"b1": torch.randn(5, 9)}, ValueError, r"b1 must have the shape \[5, 8\], not \[5, 9\]"),
+        ({"w2": torch.randn(5, 8, 6)}, ValueError, r"w2 must have the shape \[5, 6, 8\]"),
+        ({"b2": torch.randn(4, 6)}, ValueError, r"b2 must have the shape \[5, 6\], not \[4, 6\]"),
+        ({"w2": torch.randn(5, 6, 8).bfloat16()}, TypeError, "w2 is torch.bfloat16.*share one"),
+        ({"w2": None}, TypeError, "w2 must be a tensor, not None"),
+        ({"w1": None}, TypeError, "w1 must be a tensor, not None"),
+        ({"x": [1.0] * 6}, TypeError, "x must be a tensor, not .*list"),
+        ({"depth": 7}, ValueError, "depth=7 .*takes 7 blocks .*hold 5"),
+        ({"depth": 0}, ValueError, "depth must be at least 1, not 0"),
+        ({"depth": 2.0}, TypeError, "depth must be an int, not 2.0"),
+        ({"activation": "softmax"}, ValueError, "activation must be one of 'relu'.*'softmax'"),
+        ({"scheme": "rk4"}, ValueError, "scheme must be one of 'euler', 'heun', not 'rk4'"),
+        ({"backward": "fast"}, ValueError, "backward must be one of 'adjoint'.*not 'fast'"),
+        ({"reverse": "exact"}, ValueError, "reverse must be one of 'refined'.*not 'exact'"),
+        ({"order": 0}, ValueError, "order must be at least 1, not 0"),
+        ({"reverse": "predicted", "order": 4}, ValueError, "order must be at most 3.*predicted.*not 4"),
+        ({"reverse": "paper", "order": 2}, ValueError, "order must be at most 1.*paper.*not 2"),
+        ({"anchor_every": 0}, ValueError, "anchor_every must be at least 1, not 0"),
+        ({"anchor_every": True}, TypeError, "anchor_every must be an int, not True"),
+        ({"step": float("inf")}, ValueError, "step must be a finite number or None, not inf"),
+        ({"backend": "tpu"}, ValueError, "backend must be one of 'auto'.*not 'tpu'"),
+        ({"backend": "cuda"}, rk.BackendUnavailableError, "backend='cuda' is not available: .*info"),
+        ({"backend": "triton"}, rk.BackendUnavailableError, "backend='triton' is not available"),
+        ({"speed": "high"}, TypeError, "unknown option 'speed'; a stage takes scheme, step"),
+    ],
+    ids=lambda v: str(v)[:40] if isinstance(v, dict) else None,
+)
+def test_functions(changes: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        mlp_stage(**mlp_arguments(**changes))
+
+
+def test_linear_and_heun() -> None:
+    x = torch.randn(4, 6)
+    with pytest.raises(ValueError, match=r"weight must have the shape \[blocks, dim, dim\]"):
+        linear_stage(x, torch.randn(6, 6))
+    with pytest.raises(ValueError, match=r"weight must have the shape \[3, 6, 6\], not \[3, 5, 6\]"):
+        linear_stage(x, torch.randn(3, 5, 6))
+    with pytest.raises(ValueError, match=r"depth: 1 block\(s\) are too few.*heun.*give depth"):
+        linear_stage(x, torch.randn(1, 6, 6), scheme="heun")
+    with pytest.raises(ValueError, match="weight must not be empty"):
+        linear_stage(x, torch.randn(0, 6, 6))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ((0, 8, 5), ValueError, "dim must be at least 1, not 0"),
+        ((6, -1, 5), ValueError, "hidden must be at least 1, not -1"),
+        ((6, 8, 0), ValueError, "depth must be at least 1, not 0"),
+        ((6, 8, 2.5), TypeError, "depth must be an int, not 2.5"),
+        ((6, 8, 5, "sin"), ValueError, "activation must be one of"),
+    ],
+)
+def test_modules(arguments: tuple[Any, ...], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        rk.MLPStage(*arguments)
+
+
+def test_a_refused_call_leaves_nothing_behind() -> None:
+    stage = rk.MLPStage(6, 8, 5)
+    before = [p.clone() for p in stage.parameters()]
+    with pytest.raises(ValueError, match="last dimension"):
+        stage(torch.randn(4, 5))
+    with pytest.raises(ValueError, match="order"):
+        stage.configure(order=-1)
+    assert all(torch.equal(a, b) for a, b in zip(before, stage.parameters(), strict=True))
+    assert all(p.grad is None for p in stage.parameters())
+    assert stage.how == rk.How()
+
+
+@pytest.mark.needs_cpp
+def test_an_unknown_instruction_set_is_refused() -> None:
+    run = subprocess.run(
+        [sys.executable, "-c", "import resode_kernels"],
+        env={**os.environ, "RESODE_ISA": "sse9"},
+        capture_output=True,
+        text=True,
+    )
+    assert run.returncode != 0
+    assert "instruction set 'sse9' cannot be used here; this build and processor have: baseline" in run.stderr

@@ -1,0 +1,114 @@
+"""Memory does not grow with depth, but for parameters and their gradients."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+
+import resode_kernels as rk
+from resode_kernels.backends import cpp
+
+ROWS, DIM = 512, 48
+STATE = ROWS * DIM * 4
+
+
+def saved_bytes(stage: rk.Stage, x: torch.Tensor) -> int:
+    """What autograd holds between the passes, parameters aside."""
+    parameters = {p.data_ptr() for p in stage.parameters()}
+    held = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.data_ptr() not in parameters:
+            held[tensor.data_ptr()] = tensor.nbytes
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        stage(x)
+    return sum(held.values())
+
+
+@pytest.mark.parametrize(
+    ("options", "states"),
+    [
+        ({"reverse": "paper"}, 1),
+        ({"reverse": "refined"}, 1),
+        ({"reverse": "predicted", "order": 3}, 1),
+        ({"anchor_every": 10}, 1 + 6),
+        ({"backward": "checkpoint"}, 8),
+        ({"backward": "stored"}, 64),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("scheme", ["euler", "heun"])
+def test_autograd_holds_one_state_and_the_anchors(
+    options: dict[str, Any], states: int, scheme: str
+) -> None:
+    stage = rk.MLPStage(DIM, DIM, 64, scheme=scheme, **options)
+    assert saved_bytes(stage, torch.randn(ROWS, DIM)) == states * STATE
+
+
+@pytest.mark.needs_cpp
+@pytest.mark.parametrize("scheme", ["euler", "heun"])
+@pytest.mark.parametrize(
+    ("rule", "order", "states"),
+    [("paper", 1, 1), ("refined", 2, 1), ("predicted", 3, 1 + 3)],
+)
+@pytest.mark.parametrize("tied", [False, True])
+def test_workspace_of_the_reverse_pass(
+    rule: str, order: int, states: int, scheme: str, tied: bool
+) -> None:
+    """One state (grad_x holds the cotangent), the history, and one block's scratch per thread."""
+
+    def workspace(steps: int, rows: int) -> int:
+        stage = cpp._C.Stage(
+            block="mlp", activation="tanh", scheme=scheme, steps=steps, step=0.1, tied=tied,
+            rows=rows, dim=64, hidden=64, stream="float32", storage="float32",
+            parameters=[1, 1, 1, 1], keep_every=0, threads=2,
+        )  # fmt: skip
+        io = cpp._C.Reverse(
+            rule=rule, order=order, start=1, anchors=0, cotangent=1, grad_x=1, gradients=[1] * 4
+        )
+        return int(cpp._C.workspace_bytes(stage, io))
+
+    assert workspace(10, 8192) == workspace(10_000, 8192)
+    shared = 1 if rule == "paper" and (scheme == "heun" or tied) else 0  # evaluations used twice
+    per_row = (workspace(10, 16384 * 8) - workspace(10, 8192 * 8)) / (8192 * 8)
+    assert per_row == pytest.approx((states + shared) * 64 * 4, rel=1e-3)
+
+
+PEAK = """
+import sys, torch, resode_kernels as rk
+depth, rule = int(sys.argv[1]), sys.argv[2]
+def peak():
+    return next(int(l.split()[1]) * 1024 for l in open("/proc/self/status") if l.startswith("VmHWM"))
+def step(stage, x):
+    stage(x).sum().backward()
+x = torch.randn(4096, 64)
+step(rk.MLPStage(64, 64, 8, reverse=rule), x)
+stage = rk.MLPStage(64, 64, depth, reverse=rule)
+open("/proc/self/clear_refs", "w").write("5")
+before = peak()
+step(stage, x)
+print(peak() - before, sum(p.nbytes for p in stage.parameters()))
+"""
+
+
+@pytest.mark.needs_cpp
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads peak memory from /proc")
+@pytest.mark.parametrize("rule", ["paper", "refined", "predicted"])
+def test_peak_memory_of_a_training_step(rule: str) -> None:
+    """From depth 64 to 1024 the resident peak grows by what the parameters' gradients take."""
+
+    def run(depth: int) -> tuple[int, int]:
+        command = [sys.executable, "-c", PEAK, str(depth), rule]
+        output = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        peak, parameters = map(int, output.split())
+        return peak, parameters
+
+    (shallow, shallow_parameters), (deep, deep_parameters) = run(64), run(1024)
+    # The parameters themselves were there before the step: only their gradients are new.
+    assert deep - shallow < 1.05 * (deep_parameters - shallow_parameters)
