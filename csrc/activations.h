@@ -6,11 +6,13 @@
 
 #pragma once
 
+#include "inline.h"
+
 namespace resode {
 
 struct Relu {
   template <class M, class V>
-  static inline void apply(V z, V& value, V& slope) {
+  static RESODE_INLINE void apply(V z, V& value, V& slope) {
     using T = typename M::Scalar;
     value = where_less(z, T(0), z * T(0), z);
     slope = where_less(-z, T(0), z * T(0) + T(1), z * T(0));
@@ -20,7 +22,7 @@ struct Relu {
 // tanh z = e/(e + 2) with e = exp(2z) − 1, which does not cancel near zero.
 struct Tanh {
   template <class M, class V>
-  static inline void apply(V z, V& value, V& slope) {
+  static RESODE_INLINE void apply(V z, V& value, V& slope) {
     using T = typename M::Scalar;
     const V e = M::expm1(T(2) * clamp(z, M::tanh_limit));
     value = e / (e + T(2));
@@ -31,7 +33,7 @@ struct Tanh {
 // gelu(z) = z Φ(z), gelu'(z) = Φ(z) + z φ(z), with the normal distribution's Φ and its density φ.
 struct Gelu {
   template <class M, class V>
-  static inline void apply(V z, V& value, V& slope) {
+  static RESODE_INLINE void apply(V z, V& value, V& slope) {
     V cdf, pdf;
     M::normal(z, cdf, pdf);
     value = z * cdf;
@@ -43,7 +45,7 @@ struct Gelu {
 // cancel.
 struct Silu {
   template <class M, class V>
-  static inline void apply(V z, V& value, V& slope) {
+  static RESODE_INLINE void apply(V z, V& value, V& slope) {
     using T = typename M::Scalar;
     const V e = M::exp(clamp(-z, M::exp_limit));
     const V s = T(1) / (T(1) + e);

@@ -158,7 +158,7 @@ def _check(x: Tensor, dim: int, parameters: Parameters) -> None:
             )
         if (tensor.dtype == torch.float64) != (x.dtype == torch.float64):
             raise TypeError(
-                f"{name} is {tensor.dtype} and x is {x.dtype}: float64 does not mix with other dtypes"
+                f"{name} is {tensor.dtype} and x is {x.dtype}: float64 does not mix with others"
             )
         if tensor.device != x.device:
             raise ValueError(f"{name} is on {tensor.device}, but x is on {x.device}")

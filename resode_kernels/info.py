@@ -1,4 +1,4 @@
-"""``python -m resode_kernels info``: what was built, what runs here, and what "auto" picks and why."""
+"""``python -m resode_kernels info``: what was built, what runs here, what "auto" picks and why."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def lines() -> list[str]:
             + ("" if report.get("openmp", True) else ", without OpenMP"),
             f"  instruction sets   {', '.join(cpp._C.built())}",
             f"  this machine runs  {', '.join(cpp._C.supported())}",
-            f"  in use             {cpp._C.selected()} (RESODE_ISA chooses another), {threads} threads",
+            f"  in use             {cpp._C.selected()} (RESODE_ISA changes it), {threads} threads",
         ]
     else:
         out += [f"  not available: {reason}"]

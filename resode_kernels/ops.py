@@ -30,7 +30,8 @@ library.define(
     f"forward(Tensor x, {_PROBLEM}) -> (Tensor, Tensor)", tags=torch.Tag.pt2_compliant_tag
 )
 library.define(
-    f"reverse(Tensor start, Tensor anchors, Tensor cotangent, bool[] needs, {_PROBLEM}) -> Tensor[]",
+    "reverse(Tensor start, Tensor anchors, Tensor cotangent, bool[] needs, "
+    f"{_PROBLEM}) -> Tensor[]",
     tags=torch.Tag.pt2_compliant_tag,
 )
 

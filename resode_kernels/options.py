@@ -24,7 +24,7 @@ class Method(NamedTuple):
     step: float
     """h."""
     rule: str
-    """``"paper"``, ``"refined"``, ``"predicted"``, or ``"exact"`` for backprop without a reconstruction."""
+    """``"paper"``, ``"refined"``, ``"predicted"``; or ``"exact"``: nothing is reconstructed."""
     order: int
     keep_every: int
     """k: the forward pass keeps x[k], x[2k], …; 0: it keeps none."""
@@ -90,7 +90,8 @@ class How:
         unknown = sorted(set(options) - set(How.__dataclass_fields__))
         if unknown:
             raise TypeError(
-                f"unknown option {unknown[0]!r}; a stage takes {', '.join(How.__dataclass_fields__)}"
+                f"unknown option {unknown[0]!r}; a stage takes "
+                f"{', '.join(How.__dataclass_fields__)}"
             )
         return How(**options)
 

@@ -120,7 +120,7 @@ class Euler:
 
 
 class Heun:
-    """φ_n(x) = (a + b)/2 with a = f_n(x), y = x + h a, b = f_{n+1}(y): N + 1 blocks make N steps."""
+    """φ_n(x) = (a + b)/2, a = f_n(x), y = x + h a, b = f_{n+1}(y): N + 1 blocks make N steps."""
 
     def __init__(self, blocks: Sequence[Block], h: float) -> None:
         self.f, self.h, self.steps = blocks, h, len(blocks) - 1
@@ -142,8 +142,8 @@ class Heun:
         return g + gy + gx, [(self.f[n + 1], grads_b), (self.f[n], grads_a)]
 
 
-SCHEMES = {"euler": Euler, "heun": Heun}
 Scheme = Euler | Heun
+SCHEMES: dict[str, type[Euler] | type[Heun]] = {"euler": Euler, "heun": Heun}
 
 # ---------------------------------------------------------------------------------- forward pass
 
@@ -211,7 +211,7 @@ def exact_points(scheme: Scheme, x: Any, kept: dict[int, Any]) -> Iterator[tuple
 def reverse(
     scheme: Scheme, g: Any, points: Iterator[tuple[int, Any]]
 ) -> tuple[Any, dict[Block, tuple[Any, ...]]]:
-    """∂L/∂x[0] and every block's parameter gradients, with the VJP of each step taken at its point."""
+    """∂L/∂x[0] and the blocks' parameter gradients, each step's VJP taken at its point."""
     sums: dict[Block, tuple[Any, ...]] = {}
     for n, p in points:
         g, contributions = scheme.vjp(n, p, g)

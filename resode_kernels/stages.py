@@ -32,8 +32,8 @@ class Stage(nn.Module):
         how = How.from_options({**vars(self.how), **options})
         if not self.tied and how.blocks(self.depth) != self.blocks:
             raise ValueError(
-                f"scheme={how.scheme!r} takes {how.blocks(self.depth)} blocks at depth {self.depth}, "
-                f"but this stage has {self.blocks}; make a new stage"
+                f"scheme={how.scheme!r} takes {how.blocks(self.depth)} blocks at depth "
+                f"{self.depth}, but this stage has {self.blocks}; make a new stage"
             )
         self.how = how
         return self
@@ -102,7 +102,10 @@ class MLPStage(Stage):
 
 
 class LinearStage(Stage):
-    """``depth`` residual steps with f(x) = θ x; weight [blocks, dim, dim]. ``how``: see ``options.How``."""
+    """``depth`` residual steps with f(x) = θ x; weight [blocks, dim, dim].
+
+    There are as many blocks as in an ``MLPStage``. ``how``: see ``options.How``.
+    """
 
     def __init__(
         self,

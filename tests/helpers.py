@@ -145,7 +145,9 @@ def long_gradients(stage: rk.Stage, x: Tensor, g: Tensor) -> list[np.ndarray]:
 
     stacked = [long(p) for p in parameters]
     block_class = LongLinear if len(names) == 1 else lambda *t: LongMLP(stage.activation, *t)
-    distinct = [block_class(*(None if p is None else p[n] for p in stacked)) for n in range(stage.blocks)]
+    distinct = [
+        block_class(*(None if p is None else p[n] for p in stacked)) for n in range(stage.blocks)
+    ]
     blocks = distinct * stage.how.blocks(stage.depth) if stage.tied else distinct
     method = stage.how.method(stage.depth)
     scheme = reference.SCHEMES[method.scheme](blocks, method.step)

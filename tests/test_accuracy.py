@@ -93,7 +93,9 @@ def test_extreme_shapes(
     shape: tuple[int, int, int], scheme: str, threads: int, instruction_set: str, nan_memory: None
 ) -> None:
     rows, dim, hidden = shape
-    stage = rk.MLPStage(dim, hidden, 3, "silu", scheme=scheme, reverse="predicted", dtype=torch.float64)
+    stage = rk.MLPStage(
+        dim, hidden, 3, "silu", scheme=scheme, reverse="predicted", dtype=torch.float64
+    )
     x, g = torch.randn(2, rows, dim, dtype=torch.float64)
     for k, p in zip(
         gradients(stage.configure(backend="cpp"), x, g),

@@ -26,7 +26,9 @@ def test_compiles_into_one_graph(options: dict[str, Any], backend: str) -> None:
     compiled = torch.compile(stage, fullgraph=True)
     for rows in (3, 4, 5):  # and stays so as the batch changes
         x, g = torch.randn(2, rows, 2, 6)
-        for a, b in zip(gradients(compiled_like(stage, compiled), x, g), gradients(stage, x, g), strict=True):
+        for a, b in zip(
+            gradients(compiled_like(stage, compiled), x, g), gradients(stage, x, g), strict=True
+        ):
             torch.testing.assert_close(a, b, rtol=0, atol=0)
     with torch.no_grad():
         assert not compiled(x).requires_grad
@@ -114,7 +116,9 @@ def test_strided_and_expanded_inputs_gradients_and_parameters() -> None:
     base = torch.randn(6, 10)
     g = torch.randn(6, 10).T
     for x in (base.T, torch.randn(6).expand(10, 6), torch.randn(10, 12)[:, ::2]):
-        for a, b in zip(gradients(stage, x, g), gradients(stage, x.contiguous(), g.contiguous()), strict=True):
+        for a, b in zip(
+            gradients(stage, x, g), gradients(stage, x.contiguous(), g.contiguous()), strict=True
+        ):
             torch.testing.assert_close(a, b, rtol=0, atol=0)
     (expanded,) = torch.autograd.grad(stage(base.T).sum(), [stage.w1])  # sum's gradient is expanded
     (dense,) = torch.autograd.grad(stage(base.T), [stage.w1], torch.ones(10, 6))
@@ -122,7 +126,10 @@ def test_strided_and_expanded_inputs_gradients_and_parameters() -> None:
     w1 = stage.w1.detach().mT.contiguous().mT
     assert not w1.is_contiguous()
     torch.testing.assert_close(
-        rk.functional.mlp_stage(base.T, w1, stage.b1, stage.w2, stage.b2), stage(base.T), rtol=0, atol=0
+        rk.functional.mlp_stage(base.T, w1, stage.b1, stage.w2, stage.b2),
+        stage(base.T),
+        rtol=0,
+        atol=0,
     )
 
 
@@ -145,7 +152,7 @@ def test_double_backward_is_refused() -> None:
     x = torch.randn(4, 6, requires_grad=True)
     gx, gw = torch.autograd.grad(stage(x).sum(), [x, stage.w1], create_graph=True)
     for gradient in (gx, gw):
-        with pytest.raises(RuntimeError, match="resode_kernels.*second time.*double backward"):
+        with pytest.raises(RuntimeError, match=r"resode_kernels.*second time.*double backward"):
             gradient.sum().backward(retain_graph=True)
 
 
@@ -219,7 +226,10 @@ def test_configure_changes_options_in_place() -> None:
     assert stage.configure(reverse="predicted", order=3) is stage
     assert (stage.how.reverse, stage.how.order) == ("predicted", 3)
     assert "reverse='predicted'" in repr(stage)
-    with pytest.raises(ValueError, match="heun.*takes 6 blocks.*has 5"):
+    with pytest.raises(ValueError, match=r"heun.*takes 6 blocks.*has 5"):
         stage.configure(scheme="heun")
     assert stage.how.scheme == "euler"
-    assert rk.MLPStage(6, 8, 5, tied=True).configure(scheme="heun")(torch.randn(2, 6)).shape == (2, 6)
+    assert rk.MLPStage(6, 8, 5, tied=True).configure(scheme="heun")(torch.randn(2, 6)).shape == (
+        2,
+        6,
+    )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -31,8 +32,16 @@ def mlp_arguments(**changes: Any) -> dict[str, Any]:
         ({"x": torch.randn(4, 7)}, ValueError, r"x must have 6 as its last dimension.*\[4, 7\]"),
         ({"x": torch.tensor(1.0)}, ValueError, r"x must have 6 as its last dimension.*\[\]"),
         ({"x": torch.ones(4, 6, dtype=torch.int64)}, TypeError, "x must be of a floating.*int64"),
-        ({"x": torch.ones(4, 6, dtype=torch.complex64)}, TypeError, "x must be of a floating.*complex"),
-        ({"x": torch.randn(4, 6).double()}, TypeError, "w1 is torch.float32 and x is torch.float64"),
+        (
+            {"x": torch.ones(4, 6, dtype=torch.complex64)},
+            TypeError,
+            "x must be of a floating.*complex",
+        ),
+        (
+            {"x": torch.randn(4, 6).double()},
+            TypeError,
+            "w1 is torch.float32 and x is torch.float64",
+        ),
         ({"x": torch.randn(4, 6, device="meta")}, ValueError, "w1 is on cpu, but x is on meta"),
         ({"w1": torch.randn(8, 6)}, ValueError, r"w1 must have the shape \[blocks, hidden, dim\]"),
         ({"b1": torch.randn(5, 9)}, ValueError, r"b1 must have the shape \[5, 8\], not \[5, 9\]"),
@@ -50,13 +59,21 @@ def mlp_arguments(**changes: Any) -> dict[str, Any]:
         ({"backward": "fast"}, ValueError, "backward must be one of 'adjoint'.*not 'fast'"),
         ({"reverse": "exact"}, ValueError, "reverse must be one of 'refined'.*not 'exact'"),
         ({"order": 0}, ValueError, "order must be at least 1, not 0"),
-        ({"reverse": "predicted", "order": 4}, ValueError, "order must be at most 3.*predicted.*not 4"),
+        (
+            {"reverse": "predicted", "order": 4},
+            ValueError,
+            "order must be at most 3.*predicted.*not 4",
+        ),
         ({"reverse": "paper", "order": 2}, ValueError, "order must be at most 1.*paper.*not 2"),
         ({"anchor_every": 0}, ValueError, "anchor_every must be at least 1, not 0"),
         ({"anchor_every": True}, TypeError, "anchor_every must be an int, not True"),
         ({"step": float("inf")}, ValueError, "step must be a finite number or None, not inf"),
         ({"backend": "tpu"}, ValueError, "backend must be one of 'auto'.*not 'tpu'"),
-        ({"backend": "cuda"}, rk.BackendUnavailableError, "backend='cuda' is not available: .*info"),
+        (
+            {"backend": "cuda"},
+            rk.BackendUnavailableError,
+            "backend='cuda' is not available: .*info",
+        ),
         ({"backend": "triton"}, rk.BackendUnavailableError, "backend='triton' is not available"),
         ({"speed": "high"}, TypeError, "unknown option 'speed'; a stage takes scheme, step"),
     ],
@@ -71,7 +88,9 @@ def test_linear_and_heun() -> None:
     x = torch.randn(4, 6)
     with pytest.raises(ValueError, match=r"weight must have the shape \[blocks, dim, dim\]"):
         linear_stage(x, torch.randn(6, 6))
-    with pytest.raises(ValueError, match=r"weight must have the shape \[3, 6, 6\], not \[3, 5, 6\]"):
+    with pytest.raises(
+        ValueError, match=r"weight must have the shape \[3, 6, 6\], not \[3, 5, 6\]"
+    ):
         linear_stage(x, torch.randn(3, 5, 6))
     with pytest.raises(ValueError, match=r"depth: 1 block\(s\) are too few.*heun.*give depth"):
         linear_stage(x, torch.randn(1, 6, 6), scheme="heun")
@@ -107,12 +126,16 @@ def test_a_refused_call_leaves_nothing_behind() -> None:
 
 
 @pytest.mark.needs_cpp
-def test_an_unknown_instruction_set_is_refused() -> None:
+def test_an_unknown_instruction_set_is_refused(tmp_path: Path) -> None:
     run = subprocess.run(
         [sys.executable, "-c", "import resode_kernels"],
         env={**os.environ, "RESODE_ISA": "sse9"},
+        cwd=tmp_path,
         capture_output=True,
         text=True,
     )
     assert run.returncode != 0
-    assert "instruction set 'sse9' cannot be used here; this build and processor have: baseline" in run.stderr
+    assert (
+        "instruction set 'sse9' cannot be used here; this build and processor have: baseline"
+        in run.stderr
+    )

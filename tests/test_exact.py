@@ -44,7 +44,9 @@ def test_equal_to_autograd_of_the_plain_network(
 @pytest.mark.parametrize("block", ["tanh", "gelu", "silu", "linear"])
 def test_gradcheck(block: str, scheme: str, options: dict[str, Any], backend: str) -> None:
     """Against finite differences. (relu has none at its kink.)"""
-    stage = make_stage(block, 3, 4, 4, dtype=torch.float64, scheme=scheme, backend=backend, **options)
+    stage = make_stage(
+        block, 3, 4, 4, dtype=torch.float64, scheme=scheme, backend=backend, **options
+    )
     x = torch.randn(2, 3, dtype=torch.float64, requires_grad=True)
     parameters = list(stage.parameters())
 
@@ -61,10 +63,16 @@ def test_the_reference_blocks_state_their_derivatives_correctly(block: str) -> N
     """Their written-out VJPs equal autograd's."""
     shapes = [(4, 4)] if block == "linear" else [(5, 4), (5,), (4, 5), (4,)]
     parameters = [torch.randn(s, dtype=torch.float64, requires_grad=True) for s in shapes]
-    stated = reference.Linear(*parameters) if block == "linear" else reference.MLP(block, *parameters)
+    stated = (
+        reference.Linear(*parameters) if block == "linear" else reference.MLP(block, *parameters)
+    )
 
     def f(x: torch.Tensor, *parameters: torch.Tensor) -> torch.Tensor:
-        return (reference.Linear(*parameters) if block == "linear" else reference.MLP(block, *parameters)).f(x)
+        return (
+            reference.Linear(*parameters)
+            if block == "linear"
+            else reference.MLP(block, *parameters)
+        ).f(x)
 
     x, g = torch.randn(2, 6, 4, dtype=torch.float64)
     automatic = reference.Function(f, *parameters)
@@ -77,14 +85,15 @@ def test_the_reference_blocks_state_their_derivatives_correctly(block: str) -> N
 
 @pytest.mark.parametrize("scheme", ["euler", "heun"])
 def test_the_reference_takes_any_function(scheme: str) -> None:
-    """A block that no kernel knows, through every rule: exact where it should be, close elsewhere."""
+    """A block that no kernel knows, through every rule."""
 
     def f(x: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         return torch.sin(x * a) + b
 
     steps = 200
     parameters = [
-        (torch.full((3,), 1 + n / steps), torch.full((3,), n / steps)) for n in range(steps + (scheme == "heun"))
+        (torch.full((3,), 1 + n / steps), torch.full((3,), n / steps))
+        for n in range(steps + (scheme == "heun"))
     ]
     blocks = [
         reference.Function(f, *(p.double().requires_grad_() for p in theta)) for theta in parameters

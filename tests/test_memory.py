@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -84,7 +85,8 @@ PEAK = """
 import sys, torch, resode_kernels as rk
 depth, rule = int(sys.argv[1]), sys.argv[2]
 def peak():
-    return next(int(l.split()[1]) * 1024 for l in open("/proc/self/status") if l.startswith("VmHWM"))
+    lines = open("/proc/self/status")
+    return next(int(l.split()[1]) * 1024 for l in lines if l.startswith("VmHWM"))
 def step(stage, x):
     stage(x).sum().backward()
 x = torch.randn(4096, 64)
@@ -100,13 +102,13 @@ print(peak() - before, sum(p.nbytes for p in stage.parameters()))
 @pytest.mark.needs_cpp
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads peak memory from /proc")
 @pytest.mark.parametrize("rule", ["paper", "refined", "predicted"])
-def test_peak_memory_of_a_training_step(rule: str) -> None:
+def test_peak_memory_of_a_training_step(rule: str, tmp_path: Path) -> None:
     """From depth 64 to 1024 the resident peak grows by what the parameters' gradients take."""
 
     def run(depth: int) -> tuple[int, int]:
         command = [sys.executable, "-c", PEAK, str(depth), rule]
-        output = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-        peak, parameters = map(int, output.split())
+        result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
+        peak, parameters = map(int, result.stdout.split())
         return peak, parameters
 
     (shallow, shallow_parameters), (deep, deep_parameters) = run(64), run(1024)

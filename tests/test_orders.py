@@ -8,9 +8,9 @@ import math
 import numpy as np
 import pytest
 import torch
+from helpers import gradients, plain
 
 import resode_kernels as rk
-from helpers import gradients, plain
 
 DIM, BATCH = 32, 64
 
@@ -86,7 +86,13 @@ def test_gradient_error_falls_at_the_promised_rate(
     kind: str, case: tuple[str, str, int], order: int
 ) -> None:
     # Deep enough to be asymptotic, not so deep that round-off shows.
-    depths = {1: (128, 256, 512), 2: (64, 128, 256, 512), 3: (64, 128, 256), 4: (64, 96, 128), 5: (48, 64, 96)}
+    depths = {
+        1: (128, 256, 512),
+        2: (64, 128, 256, 512),
+        3: (64, 128, 256),
+        4: (64, 96, 128),
+        5: (48, 64, 96),
+    }
     errors = {depth: gradient_error(kind, *case, depth) for depth in depths[order]}
     assert slope(errors) == pytest.approx(order, abs=0.1), errors
 
@@ -100,12 +106,14 @@ def test_rate_with_independent_weights(case: tuple[str, str, int], order: int) -
 @pytest.mark.parametrize("scheme", ["euler", "heun"])
 def test_paper_needs_no_smoothness(scheme: str) -> None:
     """Its error falls at least as 1/N with independent weights (Prop. 4)."""
-    errors = {depth: gradient_error("independent", scheme, "paper", 1, depth) for depth in (32, 128, 512)}
+    errors = {
+        depth: gradient_error("independent", scheme, "paper", 1, depth) for depth in (32, 128, 512)
+    }
     assert slope(errors) > 1
 
 
 def test_anchors_bound_the_error() -> None:
-    """Independent weights at small depth, where the method is at its worst: anchors cut the error."""
+    """With independent weights at small depth the method is at its worst; anchors help."""
 
     def error(anchor_every: int | None) -> float:
         stage = network("independent", 24, "euler", reverse="paper", anchor_every=anchor_every)

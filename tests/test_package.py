@@ -30,13 +30,14 @@ def test_auto_picks_the_kernels_on_the_cpu_and_the_reference_elsewhere() -> None
     expected = "cpp" if cpp.unavailable() is None else "reference"
     assert backends.choose("auto", torch.device("cpu")) == expected
     assert backends.choose("auto", torch.device("meta")) == "reference"
-    with pytest.raises(rk.BackendUnavailableError, match="runs on the CPU, not on 'cuda'|not built"):
+    with pytest.raises(rk.BackendUnavailableError, match="runs on the CPU, not on 'cuda'"):
         backends.choose("cpp", torch.device("cuda"))
 
 
-def test_info_names_what_was_built_and_what_auto_picks() -> None:
+def test_info_names_what_was_built_and_what_auto_picks(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "resode_kernels", "info"]
-    out = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
+    out = run.stdout
     assert f"resode_kernels {rk.__version__}" in out
     assert torch.__version__ in out
     (picked,) = re.findall(r'(\w+) .*<- "auto" picks this', out)
@@ -47,12 +48,13 @@ def test_info_names_what_was_built_and_what_auto_picks() -> None:
 
 
 @pytest.mark.needs_cpp
-def test_an_environment_variable_forces_a_lower_instruction_set() -> None:
+def test_an_environment_variable_forces_a_lower_instruction_set(tmp_path: Path) -> None:
     script = "from resode_kernels.backends import cpp; print(cpp._C.selected())"
     for name in cpp._C.supported():
         run = subprocess.run(
             [sys.executable, "-c", script],
             env={**os.environ, "RESODE_ISA": name},
+            cwd=tmp_path,
             capture_output=True,
             text=True,
             check=True,
@@ -83,7 +85,17 @@ def test_without_a_compiler_the_reference_is_installed_and_says_why(tmp_path: Pa
     for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
     environment = {**os.environ, "PATH": str(tmp_path), "CXX": "no-such-compiler"}
-    install = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", str(site), str(source)]
+    install = [
+        sys.executable,
+        "-m",
+        "pip",
+        "install",
+        "-q",
+        "--no-deps",
+        "--target",
+        str(site),
+        str(source),
+    ]
     subprocess.run(install, env=environment, check=True, cwd=tmp_path)
     script = """
 import sys

@@ -70,10 +70,15 @@ def test_kernels_agree_with_the_reference(
 
 
 @given(
-    rows=st.integers(1, 40), dim=st.integers(1, 40), depth=st.integers(1, 6), seed=st.integers(0, 2**31)
+    rows=st.integers(1, 40),
+    dim=st.integers(1, 40),
+    depth=st.integers(1, 6),
+    seed=st.integers(0, 2**31),
 )
 @settings(max_examples=50, deadline=None)
-def test_a_linear_stage_is_a_product_of_matrices(rows: int, dim: int, depth: int, seed: int) -> None:
+def test_a_linear_stage_is_a_product_of_matrices(
+    rows: int, dim: int, depth: int, seed: int
+) -> None:
     torch.manual_seed(seed)
     stage = make_stage("linear", dim, dim, depth, dtype=torch.float64)
     x = torch.randn(rows, dim, dtype=torch.float64)

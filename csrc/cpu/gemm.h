@@ -101,14 +101,14 @@ void for_each_block(int64_t rows, int64_t panels, F f) {
 
 template <class T, class Epilogue>
 void multiply(Matrix<T> a, Matrix<T> b, const typename Matrix<T>::Value* bias, Epilogue epilogue) {
-  for_each_block(a.rows, b.panels(), [=](auto rows, int64_t i, int64_t j) {
+  for_each_block(a.rows, b.panels(), [=](auto rows, int64_t i, int64_t j) RESODE_ALWAYS {
     block<decltype(rows)::value>(a, b, bias, i, j, epilogue);
   });
 }
 
 template <class T, class Epilogue>
 void multiply_transposed(Matrix<T> a, Matrix<T> b, Epilogue epilogue) {
-  for_each_block(a.columns, b.panels(), [=](auto rows, int64_t i, int64_t j) {
+  for_each_block(a.columns, b.panels(), [=](auto rows, int64_t i, int64_t j) RESODE_ALWAYS {
     block_transposed<decltype(rows)::value>(a, b, i, j, epilogue);
   });
 }

@@ -8,7 +8,7 @@
 #include <type_traits>
 #include <utility>
 
-#define RESODE_INLINE inline __attribute__((always_inline))
+#include "../inline.h"
 
 // The kernels are compiled once per instruction set and linked into one module. Everything is kept
 // in anonymous namespaces, so that the linker can never hand AVX-512 code to a processor without

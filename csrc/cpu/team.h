@@ -6,6 +6,8 @@
 
 #pragma once
 
+#include <sched.h>
+
 #if defined(_OPENMP)
 #include <omp.h>
 #endif
@@ -38,24 +40,44 @@ struct Tiling {
   int64_t max_tile_rows() const { return ceil_div(rows, tiles); }
 };
 
+// A barrier that spins: steps are short, and to sleep and be woken would take longer than the wait.
+class Barrier {
+ public:
+  void wait(int size) {
+    const int round = __atomic_load_n(&rounds, __ATOMIC_ACQUIRE);
+    if (__atomic_add_fetch(&arrived, 1, __ATOMIC_ACQ_REL) == size) {
+      __atomic_store_n(&arrived, 0, __ATOMIC_RELAXED);
+      __atomic_store_n(&rounds, round + 1, __ATOMIC_RELEASE);
+      return;
+    }
+    for (int spins = 0; __atomic_load_n(&rounds, __ATOMIC_ACQUIRE) == round; ++spins)
+      if (spins > kPatience) sched_yield();  // there may be more threads than cores
+  }
+
+ private:
+  static constexpr int kPatience = 20000;
+  alignas(64) int arrived = 0;
+  alignas(64) int rounds = 0;
+};
+
 struct Team {
   int rank, size;
+  Barrier* meeting;
 
   void barrier() const {
-#if defined(_OPENMP)
-#pragma omp barrier
-#endif
+    if (size > 1) meeting->wait(size);
   }
 
   // Runs f(team) on `threads` threads, or on as many as there are to be had.
   template <class F>
   static void run(int threads, F f) {
+    Barrier meeting;
 #if defined(_OPENMP)
 #pragma omp parallel num_threads(threads)
-    f(Team{omp_get_thread_num(), omp_get_num_threads()});
+    f(Team{omp_get_thread_num(), omp_get_num_threads(), &meeting});
 #else
     (void)threads;
-    f(Team{0, 1});
+    f(Team{0, 1, &meeting});
 #endif
   }
 };

@@ -2,9 +2,9 @@
 
 A backend is a module with three functions:
 
-    unavailable()  why it cannot be used here, or None
-    forward(problem, x, y, anchors)                             fills y and anchors
-    reverse(problem, start, anchors, cotangent, gradients)      fills the gradients that are not None
+    unavailable()                                           why it cannot be used here, or None
+    forward(problem, x, y, anchors)                         fills y and anchors
+    reverse(problem, start, anchors, cotangent, gradients)  fills the gradients that are not None
 """
 
 from __future__ import annotations

@@ -28,6 +28,11 @@ try:
     _C = importlib.import_module("resode_kernels._C")
 except ImportError as error:
     _reason = str(build_report().get("error", error))
+    if resources.files("resode_kernels").joinpath("../setup.py").is_file():
+        _reason += (
+            "; this is resode_kernels' source tree: start Python elsewhere to get the installed "
+            "package, or `pip install -e .` to build the module here"
+        )
 else:
     if os.environ.get("RESODE_ISA"):
         _C.select(os.environ["RESODE_ISA"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,7 +18,7 @@ def unavailable() -> None:
 
 def _scheme(problem: Problem, dtype: torch.dtype) -> reference.Scheme:
     def block(n: int) -> reference.Block:
-        theta = [None if p is None else p[n].to(dtype) for p in problem.parameters]
+        theta: list[Any] = [None if p is None else p[n].to(dtype) for p in problem.parameters]
         if problem.block == "linear":
             return reference.Linear(*theta)
         return reference.MLP(problem.activation, *theta)

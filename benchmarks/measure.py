@@ -1,0 +1,137 @@
+"""Measuring: peak memory of a step, times of several steps side by side, and on what machine."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import multiprocessing
+import platform
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+
+def machine() -> str:
+    """The processor, the number of threads and the version of torch."""
+    name = platform.processor() or platform.machine()
+    try:
+        with open("/proc/cpuinfo") as file:
+            name = next(
+                line.split(":")[1].strip() for line in file if line.startswith("model name")
+            )
+    except (OSError, StopIteration):
+        pass
+    return f"{name}, {torch.get_num_threads()} threads, torch {torch.__version__}"
+
+
+# ---------------------------------------------------------------------------------------- memory
+
+
+M_MMAP_THRESHOLD = -3  # of glibc's mallopt
+
+
+def _status(field: str) -> int:
+    """A field of /proc/self/status, in bytes."""
+    with open("/proc/self/status") as file:
+        return next(int(line.split()[1]) * 1024 for line in file if line.startswith(field))
+
+
+def peak_memory(step: Callable[[], Any], device: str) -> int:
+    """Bytes by which the peak during ``step`` exceeds what was in use before it.
+
+    On the CPU that is the resident set's peak, reset through /proc (Linux with glibc only). For the
+    rest of the process glibc is told to give large freed blocks back at once: by default it keeps
+    some of them, and the peak would count memory that nobody uses.
+    """
+    if device != "cpu":
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        step()
+        torch.cuda.synchronize()
+        return torch.cuda.max_memory_allocated() - before
+    libc = ctypes.CDLL(None)
+    libc.mallopt(M_MMAP_THRESHOLD, 64 << 10)
+    gc.collect()
+    libc.malloc_trim(0)
+    with open("/proc/self/clear_refs", "w") as file:
+        file.write("5")
+    before = _status("VmRSS")
+    step()
+    return max(0, _status("VmHWM") - before)
+
+
+def in_fresh_process(function: Callable[..., Any], *args: Any) -> Any:
+    """function(*args) in a process of its own, or None if it ran out of memory."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch"])
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=_send, args=(sender, function, args))
+    process.start()
+    sender.close()
+    try:
+        result = receiver.recv()
+    except EOFError:  # the process was killed
+        result = None
+    process.join()
+    if isinstance(result, Exception):
+        raise result
+    return result
+
+
+def _send(sender: Any, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    try:
+        sender.send(function(*args))
+    except (MemoryError, torch.OutOfMemoryError):
+        sender.send(None)
+    except RuntimeError as error:
+        sender.send(None if "can't allocate memory" in str(error) else error)
+    except Exception as error:
+        sender.send(error)
+
+
+# ------------------------------------------------------------------------------------------ time
+
+
+@dataclass
+class Times:
+    """Median and quartiles, in seconds."""
+
+    median: float
+    low: float
+    high: float
+
+
+def interleaved(
+    contestants: dict[str, Callable[[], Any]],
+    *,
+    after: Callable[[], None] = lambda: None,
+    device: str = "cpu",
+    seconds: float = 3.0,
+    rounds: tuple[int, int] = (5, 50),
+    progress: Callable[[], None] = lambda: None,
+) -> dict[str, Times]:
+    """Times the contestants in turns, after a turn of warming up, so that a disturbance of the
+    machine meets all of them. ``after`` tidies up behind each, outside the timing."""
+    taken: dict[str, list[float]] = {name: [] for name in contestants}
+    begin = time.perf_counter()
+    turn = 0
+    while turn < rounds[0] + 1 or (turn < rounds[1] and time.perf_counter() - begin < seconds):
+        for name, step in contestants.items():
+            if device != "cpu":
+                torch.cuda.synchronize()
+            start = time.perf_counter()
+            step()
+            if device != "cpu":
+                torch.cuda.synchronize()
+            if turn > 0:
+                taken[name].append(time.perf_counter() - start)
+            after()
+        turn += 1
+        progress()
+    quartiles = {name: statistics.quantiles(t, n=4) for name, t in taken.items()}
+    return {name: Times(q[1], q[0], q[2]) for name, q in quartiles.items()}

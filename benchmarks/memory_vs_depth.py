@@ -1,0 +1,231 @@
+"""Peak memory and time of a training step against depth, for standard backprop, checkpointing and
+the reverse rules of resode_kernels.
+
+    python benchmarks/memory_vs_depth.py
+
+Memory is the rise of the process's peak over what it used before the step, in a fresh process per
+point, gradients of the parameters included. Times are medians of interleaved runs in one process.
+The relative error is that of all parameter gradients against standard backprop's. Writes
+memory_vs_depth.csv and memory_vs_depth.png.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+import torch
+from matplotlib.ticker import FuncFormatter, NullFormatter
+from measure import in_fresh_process, interleaved, machine, peak_memory
+from networks import CHECKPOINT, RULES, STANDARD, WEIGHTS, Config, Network
+from tqdm import tqdm
+
+CONTESTANTS = (STANDARD, CHECKPOINT, *RULES)
+COLOURS = dict(
+    zip(CONTESTANTS, ("#4d4d4d", "#b07aa1", "#e69f00", "#0072b2", "#009e73"), strict=True)
+)
+
+
+@dataclass
+class Point:
+    """One line of the table."""
+
+    depth: int
+    contestant: str
+    peak_bytes: int | None
+    seconds: float
+    seconds_low: float
+    seconds_high: float
+    time_ratio: float
+    gradient_error: float
+
+
+def step_memory(config: Config, contestant: str) -> int:
+    """Runs in a process of its own."""
+    warm = Network(replace(config, depth=4))
+    warm.contestants()[contestant]()
+    warm.forget()
+    network = Network(config)
+    return peak_memory(network.contestants()[contestant], config.device)
+
+
+def compare_gradients(network: Network) -> dict[str, float]:
+    """Relative gradient errors; refuses to go on if the outputs do not agree."""
+    errors, y, exact = {}, torch.empty(0), torch.empty(0)
+    for name, step in network.contestants().items():
+        step()
+        assert network.output is not None
+        if name == STANDARD:
+            y, exact = network.output, network.gradients()
+        difference = float((network.output - y).norm() / y.norm())
+        if not difference < 1e-4:
+            raise SystemExit(
+                f"{name}: the output differs from standard backprop's by {difference:.1e}"
+            )
+        errors[name] = float((network.gradients() - exact).norm() / exact.norm())
+        network.forget()
+    return errors
+
+
+def measure(config: Config, depths: list[int]) -> list[Point]:
+    points = []
+    with tqdm(total=2 * len(depths) * len(CONTESTANTS), unit="point", leave=False) as bar:
+        for depth in depths:
+            config = replace(config, depth=depth)
+            peaks = {}
+            for name in CONTESTANTS:
+                bar.set_description(f"memory, depth {depth}, {name}")
+                peaks[name] = in_fresh_process(step_memory, config, name)
+                bar.update()
+            bar.set_description(f"time, depth {depth}")
+            network = Network(config)
+            errors = compare_gradients(network)
+            times = interleaved(
+                network.contestants(), after=network.forget, device=config.device, seconds=4
+            )
+            bar.update(len(CONTESTANTS))
+            points += [
+                Point(
+                    depth, name, peaks[name], t.median, t.low, t.high,
+                    t.median / times[STANDARD].median, errors[name],
+                )
+                for name, t in times.items()
+            ]  # fmt: skip
+    return points
+
+
+def parameter_bytes(config: Config) -> int:
+    return sum(p.nbytes for p in Network(replace(config, batch=1)).stage.parameters())
+
+
+# ---------------------------------------------------------------------------------------- output
+
+
+def megabytes(count: float | None) -> str:
+    if count is None:
+        return "out of memory"
+    return f"{count / 2**20:,.0f} MiB" if count >= 10 * 2**20 else f"{count / 2**20:.1f} MiB"
+
+
+def table(points: list[Point]) -> str:
+    width = max(map(len, CONTESTANTS))
+    head = (
+        f"{'depth':>6}  {'':<{width}}  {'peak memory':>13}  {'time/step':>10}  {'vs standard':>11}"
+        f"  {'gradient error':>14}"
+    )
+    lines = [head, "-" * len(head)]
+    for p in points:
+        if p.contestant == STANDARD and p is not points[0]:
+            lines.append("")
+        error = "exact" if p.contestant in (STANDARD, CHECKPOINT) else f"{p.gradient_error:.1e}"
+        lines.append(
+            f"{p.depth:>6}  {p.contestant:<{width}}  {megabytes(p.peak_bytes):>13}  "
+            f"{1e3 * p.seconds:>7,.1f} ms  {p.time_ratio:>9.2f} x  {error:>14}"
+        )
+    return "\n".join(lines)
+
+
+def plot(points: list[Point], config: Config, path: Path) -> None:
+    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.4), constrained_layout=True)
+    for name in CONTESTANTS:
+        mine = [p for p in points if p.contestant == name]
+        style = {
+            "color": COLOURS[name],
+            "label": f"resode_kernels, {name}" if name in RULES else name,
+            "marker": "o" if name in RULES else "s",
+            "markersize": 5,
+            "linewidth": 2,
+            "linestyle": "-" if name in RULES else "--",
+        }
+        known = [p for p in mine if p.peak_bytes is not None]
+        left.plot([p.depth for p in known], [p.peak_bytes / 2**20 for p in known], **style)
+        right.plot([p.depth for p in mine], [p.time_ratio for p in mine], **style)
+    depths = sorted({p.depth for p in points})
+    floor = [parameter_bytes(replace(config, depth=depth)) / 2**20 for depth in depths]
+    label = "parameter gradients alone"
+    left.plot(depths, floor, color="#999999", linewidth=1.2, linestyle=":", label=label)
+    left.set(yscale="log", title="Peak memory of a training step", ylabel="MiB")
+    left.yaxis.set_major_formatter(FuncFormatter(lambda v, _: f"{v:g}"))
+    left.legend(frameon=False, fontsize=9)
+    right.set(title="Time of a training step, relative to standard backprop", ylim=(0, None))
+    right.yaxis.set_major_formatter(FuncFormatter(lambda v, _: f"{v:g}×"))
+    right.text(
+        0.02, 0.03, "lower is faster", transform=right.transAxes, color="#666666", fontsize=9
+    )
+    for axes in (left, right):
+        axes.set_xscale("log", base=2)
+        axes.set_xlabel("depth (number of residual blocks)")
+        axes.set_xticks(depths)
+        axes.xaxis.set_major_formatter(FuncFormatter(lambda v, _: f"{v:g}"))
+        axes.xaxis.set_minor_formatter(NullFormatter())
+        axes.grid(alpha=0.25)
+        axes.spines[["top", "right"]].set_visible(False)
+    shape = f"width {config.dim}" + (f", hidden {config.hidden}" if config.stage == "mlp" else "")
+    figure.suptitle(
+        f"Residual {config.stage.upper()} stage, {config.scheme}, {shape}, batch {config.batch}"
+    )
+    figure.savefig(path, dpi=150)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--device", default="cpu", help="cpu or cuda (default: cpu)")
+    parser.add_argument("--stage", default="mlp", choices=["mlp", "linear"])
+    parser.add_argument("--scheme", default="euler", choices=["euler", "heun"])
+    parser.add_argument(
+        "--weights",
+        default="independent",
+        choices=WEIGHTS,
+        help="across depth: independent draws as at initialisation (default), smooth (linear "
+        "between two draws), or tied",
+    )
+    parser.add_argument("--dim", type=int, default=64, help="width of the state (default: 64)")
+    parser.add_argument("--hidden", type=int, help="width of the hidden layer (default: dim)")
+    parser.add_argument("--batch", type=int, default=1024, help="default: 1024")
+    parser.add_argument(
+        "--depths",
+        type=int,
+        nargs="+",
+        default=[4, 16, 64, 256, 1024],
+        help="default: 4 16 64 256 1024",
+    )
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
+    args = parser.parse_args()
+
+    config = Config(
+        stage=args.stage,
+        scheme=args.scheme,
+        weights=args.weights,
+        dim=args.dim,
+        hidden=args.hidden or args.dim,
+        batch=args.batch,
+        device=args.device,
+    )
+    print(
+        f"{config.stage} stage, {config.scheme}, {config.weights} weights, dim {config.dim}, "
+        f"hidden {config.hidden}, batch {config.batch}, float32\n{machine()}\n"
+    )
+    points = measure(config, sorted(args.depths))
+    print(table(points))
+
+    args.out.mkdir(parents=True, exist_ok=True)
+    csv_path, png_path = args.out / "memory_vs_depth.csv", args.out / "memory_vs_depth.png"
+    with csv_path.open("w", newline="") as file:
+        rows = [{**asdict(config), **asdict(p), "machine": machine()} for p in points]
+        writer = csv.DictWriter(file, rows[0])
+        writer.writeheader()
+        writer.writerows(rows)
+    plot(points, config, png_path)
+    print(f"\nWrote {csv_path} and {png_path}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,22 @@
+#!/usr/bin/env bash
+# Runs tests of the C++ kernels under AddressSanitizer and UndefinedBehaviorSanitizer. The kernels'
+# workspace gets poisoned red zones between its buffers, so that an overrun inside it is found too.
+#
+#     tests/sanitize.sh                     all kernel tests
+#     tests/sanitize.sh tests/test_ops.py   these
+#
+# Needs GCC (or CXX=clang++ with its runtime) and the test extra of an installed resode_kernels.
+set -euo pipefail
+root=$(cd "$(dirname "$0")/.." && pwd)
+work=$(mktemp -d)
+trap 'rm -rf "$work"' EXIT
+
+export CXX=${CXX:-g++} RESODE_CPP=1
+flags="-O1 -g -fno-omit-frame-pointer -fsanitize=address,undefined -fno-sanitize-recover=undefined"
+RESODE_CXXFLAGS=$flags python -m pip install -q --no-deps --target "$work" "$root"
+
+cd "$root"
+[ $# -gt 0 ] || set -- tests/test_accuracy.py tests/test_properties.py tests/test_repeatable.py tests/test_ops.py
+LD_PRELOAD="$($CXX -print-file-name=libasan.so) $($CXX -print-file-name=libubsan.so)" \
+    ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 \
+    PYTHONPATH=$work pytest -p no:cacheprovider "$@"
