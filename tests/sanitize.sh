@@ -16,7 +16,7 @@ flags="-O1 -g -fno-omit-frame-pointer -fsanitize=address,undefined -fno-sanitize
 RESODE_CXXFLAGS=$flags python -m pip install -q --no-deps --target "$work" "$root"
 
 cd "$root"
-[ $# -gt 0 ] || set -- tests/test_accuracy.py tests/test_properties.py tests/test_repeatable.py tests/test_ops.py
+[ $# -gt 0 ] || set -- tests/test_accuracy.py tests/test_properties.py tests/test_repeatable.py
 LD_PRELOAD="$($CXX -print-file-name=libasan.so) $($CXX -print-file-name=libubsan.so)" \
     ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 \
     PYTHONPATH=$work pytest -p no:cacheprovider "$@"
