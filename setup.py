@@ -121,9 +121,9 @@ class NinjaBuild(build_ext):
             subprocess.run(ninja + (["-j", jobs] if jobs else []), check=True)
         except (CompileError, OSError, subprocess.CalledProcessError) as error:
             target.unlink(missing_ok=True)
-            if os.environ.get("RESODE_CPP") == "1":
-                raise CompileError(f"the C++ kernels could not be built: {error}") from error
             report = {"error": f"the C++ kernels could not be built: {error}"}
+            if os.environ.get("RESODE_CPP") == "1":
+                raise RuntimeError(report["error"]) from error
             print(
                 f"resode_kernels: {report['error']}. Installing with the slower reference backend; "
                 "install a C++20 compiler and run pip again to get them.",

@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -76,27 +77,26 @@ def test_instruction_sets_differ_in_speed() -> None:
         assert peaks[-1] > 2 * peaks[0]
 
 
-def test_without_a_compiler_the_reference_is_installed_and_says_why(tmp_path: Path) -> None:
-    """`pip install` with no compiler to be found: installs, works, and info gives the reason."""
-    source, site = tmp_path / "source", tmp_path / "site"
+def install_without_a_compiler(directory: Path, **environment: str) -> Any:
+    """`pip install` of the sources into directory/site, with no compiler to be found."""
+    source = directory / "source"
     built = shutil.ignore_patterns("*.so", "build_report.json", "__pycache__")
     for name in ("csrc", "resode_kernels"):
         shutil.copytree(ROOT / name, source / name, ignore=built)
     for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
-    environment = {**os.environ, "PATH": str(tmp_path), "CXX": "no-such-compiler"}
-    install = [
-        sys.executable,
-        "-m",
-        "pip",
-        "install",
-        "-q",
-        "--no-deps",
-        "--target",
-        str(site),
-        str(source),
-    ]
-    subprocess.run(install, env=environment, check=True, cwd=tmp_path)
+    command = [sys.executable, "-m", "pip", "install", "--no-deps", str(source)]
+    return subprocess.run(
+        [*command, "--target", str(directory / "site")],
+        env={**os.environ, "PATH": str(directory), "CXX": "no-such-compiler", **environment},
+        cwd=directory,
+        capture_output=True,
+        text=True,
+    )
+
+
+def test_without_a_compiler_the_reference_is_installed_and_says_why(tmp_path: Path) -> None:
+    assert install_without_a_compiler(tmp_path, RESODE_CPP="0").returncode == 0
     script = """
 import sys
 # An editable install beside this one would supply the module that is missing here.
@@ -105,14 +105,21 @@ import resode_kernels as rk, torch
 from resode_kernels.info import lines
 print(rk.__file__, *lines(), rk.MLPStage(4, 4, 3)(torch.ones(2, 4)).sum().item(), sep="\\n")
 """
+    site = str(tmp_path / "site")
     run = subprocess.run(
         [sys.executable, "-c", script],
-        env={**os.environ, "PYTHONPATH": str(site)},
+        env={**os.environ, "PYTHONPATH": site},
         cwd=tmp_path,
         capture_output=True,
         text=True,
         check=True,
     )
-    assert run.stdout.startswith(str(site))
+    assert run.stdout.startswith(site)
     assert "no C++ compiler found (looked for $CXX, c++, g++, clang++)" in run.stdout
     assert re.search(r'reference .*<- "auto" picks this', run.stdout)
+
+
+def test_a_failed_build_is_an_error_if_the_user_insists(tmp_path: Path) -> None:
+    run = install_without_a_compiler(tmp_path, RESODE_CPP="1")
+    assert run.returncode != 0
+    assert "the C++ kernels could not be built: no C++ compiler found" in run.stderr + run.stdout

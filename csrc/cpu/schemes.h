@@ -13,8 +13,8 @@
 
 namespace {
 
-// What one thread works with: the packed weights that all threads share and buffers of its own.
-// Blocks live in slots, Heun's neighbouring two in one each; a tied stage has one slot for all.
+// What one thread works with: the packed weights and gradient sums of the blocks in work, and buffers
+// for a tile. Blocks live in slots: Heun's neighbours in two, a tied stage's only block in one.
 template <class T, class Block>
 struct Bench {
   const Block& block;
