@@ -16,6 +16,7 @@ struct Pass {
   const Tiling tiling;
   const Block block;
   void* const* const gradients;
+  Countdown *walked, *written;  // one per thread, see Worker
   char* privates;
   size_t private_bytes;
 
@@ -23,6 +24,8 @@ struct Pass {
   // that are wanted.
   Pass(const Stage& s, Arena& arena, void* const* gradients)
       : s(s), tiling(Tiling::of<T>(s)), block(s), gradients(gradients) {
+    walked = arena.take<Countdown>(tiling.threads);
+    written = arena.take<Countdown>(tiling.threads);
     Arena counter(nullptr);
     bench(counter);
     private_bytes = counter.used();
@@ -56,13 +59,12 @@ struct Pass {
       b.first = arena.take<T>(size);
       b.middle = arena.take<T>(size);
     }
-    for (int i = 0; i < b.slots; ++i) {
-      b.weights_in[i] = block.weights(arena, gradients);
-      for (int k = 0; gradients && k < kMaxParameters; ++k) {
+    for (int i = 0; i < b.slots; ++i) b.weights[i] = block.weights(arena, gradients);
+    for (int i = 0; gradients && i < b.gradient_slots(); ++i)
+      for (int k = 0; k < kMaxParameters; ++k) {
         const Matrix<T> shape = block.shape(k);
-        if (gradients[k]) b.gradient_in[i].of[k] = arena.matrix<T>(shape.rows, shape.columns);
+        if (gradients[k]) b.gradients[i].of[k] = arena.matrix<T>(shape.rows, shape.columns);
       }
-    }
     return b;
   }
 };
@@ -90,19 +92,25 @@ class Worker {
     for (int64_t m = n; m < n + Scheme::kSlots; ++m) {
       const int64_t index = bench.index(m), slot = bench.slot(m);
       if (held[slot] == index) continue;
-      pass.block.pack_weights(bench.weights_in[slot], index);
+      pass.block.pack_weights(bench.weights[slot], index);
       held[slot] = index;
     }
   }
 
-  // Step n of the reverse pass is done: the blocks from n + kSlots − 1 on are not needed any more.
+  // The reverse pass needs all threads' sums for a block's gradient. Nobody waits for them at once:
+  // a thread that has walked step n writes its share of the gradients that step n + 1 completed,
+  // and it uses a slot again when all have written theirs. So a thread may be a step ahead of
+  // another, and a delay on one core does not stop the others.
+
+  void begin_reverse_step(int64_t n) {
+    begin_step(n);
+    if (!pass.s.tied) Countdown::wait(pass.written, team.size, n + 1 + kAhead);
+  }
+
   void end_reverse_step(int64_t n) {
-    if (pass.s.tied && n > 0) return;
-    const int64_t begin = n > 0 ? n + Scheme::kSlots - 1 : 0;
-    const int64_t end = pass.s.tied ? 1 : n + Scheme::kSlots;
-    team.barrier();  // everybody's sums are complete
-    for (int64_t m = begin; m < end; ++m) write_gradient(m);
-    team.barrier();  // and read
+    pass.walked[team.rank].set(n);
+    if (!pass.s.tied && n + 1 < pass.s.steps) write_gradients(n + 1);
+    if (n == 0) write_gradients(0);
   }
 
  private:
@@ -116,9 +124,18 @@ class Worker {
     return pass.bench(arena);
   }
 
-  // This thread's share of ∇θ_n = c Σ over threads.
+  // This thread's share of the gradients that are complete after step n.
+  void write_gradients(int64_t n) {
+    Countdown::wait(pass.walked, team.size, n);
+    const int64_t begin = n > 0 ? n + Scheme::kSlots - 1 : 0;
+    const int64_t end = pass.s.tied ? 1 : n + Scheme::kSlots;
+    for (int64_t m = begin; m < end; ++m) write_gradient(m);
+    pass.written[team.rank].set(n);
+  }
+
+  // ∇θ_n = c Σ over threads
   void write_gradient(int64_t n) {
-    Gradient<T>& mine = bench.gradient_in[bench.slot(n)];
+    Gradient<T>& mine = bench.gradient(n);
     mine.fresh = true;
     with_storage<T>(pass.s.storage, [&](auto storage) {
       for (int k = 0; k < kMaxParameters; ++k) {

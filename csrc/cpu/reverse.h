@@ -74,7 +74,7 @@ class ReverseWorker : public Worker<T, Scheme, Block> {
     if (io.rule != Rule::exact) read(walk.state, io.start);
     for (int64_t n = s.steps - 1; n >= 0; --n) {
       if (s.keep_every && (n + 1 == s.steps || (n + 1) % s.keep_every == 0)) restart(n);
-      this->begin_step(n);
+      this->begin_reverse_step(n);
       this->for_each_tile([&](Share rows) { step(n, rows); });
       this->end_reverse_step(n);
       ++evaluations;
@@ -167,9 +167,14 @@ size_t reverse(const Stage& s, const resode::Reverse& io, void* workspace) {
   Arena arena(workspace);
   const Pass<T, Scheme, Block> pass(s, arena, io.gradients);
   const Walk<T> walk(pass, io, arena);
-  if (workspace)
-    Team::run(pass.tiling.threads,
-              [&](Team team) { ReverseWorker<T, Scheme, Block>(pass, io, walk, team).run(); });
+  if (!workspace) return arena.used();
+
+  for (int t = 0; t < pass.tiling.threads; ++t) {
+    pass.walked[t].value = s.steps;
+    pass.written[t].value = s.steps;
+  }
+  Team::run(pass.tiling.threads,
+            [&](Team team) { ReverseWorker<T, Scheme, Block>(pass, io, walk, team).run(); });
   return arena.used();
 }
 

@@ -13,22 +13,28 @@
 
 namespace {
 
-// What one thread works with: the packed weights and gradient sums of the blocks in work, and buffers
-// for a tile. Blocks live in slots: Heun's neighbours in two, a tied stage's only block in one.
+// What one thread works with: the packed weights and gradient sums of the blocks in work, and
+// buffers for a tile. Blocks live in slots: Heun's neighbours in two, a tied stage's only block in
+// one. Gradient sums have kAhead slots more, so that a thread can go on while others are still at
+// the step before (pass.h).
+constexpr int kAhead = 2, kGradientSlots = 2 + kAhead;
+
 template <class T, class Block>
 struct Bench {
   const Block& block;
   int slots;
   bool tied;
   T step;  // h
-  typename Block::Weights weights_in[2] = {};
-  Gradient<T> gradient_in[2] = {};
+  typename Block::Weights weights[2] = {};
+  Gradient<T> gradients[kGradientSlots] = {};
   typename Block::Trace traces[2] = {};
   T* point = nullptr;                     // p, where it is not the state itself
   T *first = nullptr, *middle = nullptr;  // Heun's a and y
 
   int64_t index(int64_t n) const { return tied ? 0 : n; }
   int64_t slot(int64_t n) const { return index(n) % slots; }
+  Gradient<T>& gradient(int64_t n) { return gradients[index(n) % gradient_slots()]; }
+  int gradient_slots() const { return tied ? 1 : slots + kAhead; }
 
   // u(f_n(p))
   void evaluate(int64_t n, Matrix<T> p, Update<T> u) {
@@ -36,15 +42,15 @@ struct Bench {
     output(n, p, traces[0], u);
   }
   void trace(int64_t n, Matrix<T> p, typename Block::Trace t, bool vjp = true) {
-    block.trace(weights_in[slot(n)], p, t, vjp);
+    block.trace(weights[slot(n)], p, t, vjp);
   }
   void output(int64_t n, Matrix<T> p, typename Block::Trace t, Update<T> u) {
-    block.output(weights_in[slot(n)], t, p.rows, u);
+    block.output(weights[slot(n)], t, p.rows, u);
   }
   // ∇θ_n += ∂_θ f_n(p)ᵀ g,  u(∂_x f_n(p)ᵀ g)
   void vjp(int64_t n, Matrix<T> p, typename Block::Trace t, Matrix<T> g, Update<T> u) {
-    Gradient<T>& sum = gradient_in[slot(n)];
-    block.vjp(weights_in[slot(n)], p, t, g, sum, u);
+    Gradient<T>& sum = gradient(n);
+    block.vjp(weights[slot(n)], p, t, g, sum, u);
     sum.fresh = false;
   }
 };

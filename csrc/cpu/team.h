@@ -40,45 +40,35 @@ struct Tiling {
   int64_t max_tile_rows() const { return ceil_div(rows, tiles); }
 };
 
-// A barrier that spins: steps are short, and to sleep and be woken would take longer than the wait.
-class Barrier {
- public:
-  void wait(int size) {
-    const int round = __atomic_load_n(&rounds, __ATOMIC_ACQUIRE);
-    if (__atomic_add_fetch(&arrived, 1, __ATOMIC_ACQ_REL) == size) {
-      __atomic_store_n(&arrived, 0, __ATOMIC_RELAXED);
-      __atomic_store_n(&rounds, round + 1, __ATOMIC_RELEASE);
-      return;
-    }
-    for (int spins = 0; __atomic_load_n(&rounds, __ATOMIC_ACQUIRE) == round; ++spins)
-      if (spins > kPatience) sched_yield();  // there may be more threads than cores
-  }
-
- private:
-  static constexpr int kPatience = 20000;
-  alignas(64) int arrived = 0;
-  alignas(64) int rounds = 0;
-};
-
 struct Team {
   int rank, size;
-  Barrier* meeting;
-
-  void barrier() const {
-    if (size > 1) meeting->wait(size);
-  }
 
   // Runs f(team) on `threads` threads, or on as many as there are to be had.
   template <class F>
   static void run(int threads, F f) {
-    Barrier meeting;
 #if defined(_OPENMP)
 #pragma omp parallel num_threads(threads)
-    f(Team{omp_get_thread_num(), omp_get_num_threads(), &meeting});
+    f(Team{omp_get_thread_num(), omp_get_num_threads()});
 #else
     (void)threads;
-    f(Team{0, 1, &meeting});
+    f(Team{0, 1});
 #endif
+  }
+};
+
+// A number that a thread counts down for the others to see.
+struct alignas(64) Countdown {
+  int64_t value;
+
+  void set(int64_t now) { __atomic_store_n(&value, now, __ATOMIC_RELEASE); }
+
+  // Returns when all `count` have come down to `target`. Spins: waits are rare and short, and to
+  // sleep and be woken takes longer.
+  static void wait(const Countdown* all, int count, int64_t target) {
+    constexpr int kPatience = 20000;
+    for (int i = 0; i < count; ++i)
+      for (int spins = 0; __atomic_load_n(&all[i].value, __ATOMIC_ACQUIRE) > target; ++spins)
+        if (spins > kPatience) sched_yield();  // there may be more threads than cores
   }
 };
 
