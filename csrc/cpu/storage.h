@@ -103,8 +103,8 @@ void pack(Matrix<T> b, const S* w, int64_t w_rows) {
 template <class T, class S>
 void pack_transposed(Matrix<T> b, const S* w, int64_t w_columns) {
   for (int64_t j = 0; j < b.panels(); ++j)
-    for (int64_t k = 0; k < b.rows; k += kLanes<T>)
-      for (int c = 0; c < kPanel<T>; c += kLanes<T>) {
+    for (int c = 0; c < kPanel<T>; c += kLanes<T>)
+      for (int64_t k = 0; k < b.rows; k += kLanes<T>) {
         const int64_t n = j * kPanel<T> + c;
         const bool whole = n + kLanes<T> <= b.columns && k + kLanes<T> <= w_columns;
         Vec<T> square[kLanes<T>];
