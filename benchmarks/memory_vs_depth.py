@@ -199,6 +199,10 @@ def main() -> None:
     )
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     args = parser.parse_args()
+    if args.device != "cpu" and not torch.cuda.is_available():
+        parser.error(f"--device {args.device}: torch finds no GPU here")
+    if min(args.dim, args.hidden or 1, args.batch, *args.depths) < 1:
+        parser.error("--dim, --hidden, --batch and --depths must be at least 1")
 
     config = Config(
         stage=args.stage,
