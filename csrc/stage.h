@@ -10,14 +10,21 @@
 
 namespace resode {
 
-enum class Block { mlp, linear };
+enum class Block { mlp, linear, conv };
 enum class Activation { identity, relu, tanh, gelu, silu };
 enum class Scheme { euler, heun };
 enum class Rule { exact, paper, refined, predicted };
 enum class DType { float32, float64, float16, bfloat16 };
 
-constexpr int kMaxParameters = 4;
+constexpr int kMaxLayers = 3;  // convolutions in a block
+constexpr int kMaxParameters = 5 * kMaxLayers;
 constexpr int kMaxOrder = 3;  // evaluations that `predicted` extrapolates from
+
+// A convolution of size × size pixels, stride 1, zero padding.
+struct Convolution {
+  int64_t in, out;  // channels
+  int size;         // 1 or 3
+};
 
 struct Stage {
   Block block;
@@ -27,13 +34,24 @@ struct Stage {
   double step;    // h
   bool tied;      // one block serves every step
   int64_t rows, dim, hidden;
-  DType stream;   // of states and cotangents: float32 or float64
-  DType storage;  // of the parameters and their gradients
-  // Stacked over blocks, contiguous. mlp: w1 [·, hidden, dim], b1 [·, hidden], w2 [·, dim, hidden],
-  // b2 [·, dim]; linear: weight [·, dim, dim]. A null pointer is a parameter that is absent.
-  const void* parameters[kMaxParameters];
+  // conv: rows are the pixels of rows / (height · width) images, dim their channels
+  int64_t height, width;
+  int layers;
+  Convolution convolutions[kMaxLayers];
+  double epsilon;  // of batch normalization
+  DType stream;    // of states and cotangents: float32 or float64
+  DType storage;   // of the parameters and their gradients
+  // A table: parameters[n · count + k] is the k-th parameter of block n, contiguous; null: absent.
+  //   mlp     w1 [hidden, dim], b1 [hidden], w2 [dim, hidden], b2 [dim]
+  //   linear  weight [dim, dim]
+  //   conv    for each layer: weight [out, in, size, size], and of the batch normalization after it
+  //           weight, bias, mean, variance [out]; mean and variance absent: those of the batch
+  const void* const* parameters;
+  int count;
   int64_t keep_every;  // k: the states x[k], x[2k], … are kept as anchors; 0: none are
   int threads;
+
+  int64_t blocks() const { return tied ? 1 : steps + (scheme == Scheme::heun); }
 };
 
 // All states are [rows, dim], contiguous, in the stream's dtype; anchors are [count, rows, dim].
@@ -41,16 +59,19 @@ struct Forward {
   const void* x;
   void* y;
   void* anchors;
+  // conv: for every evaluation of f, in order, mean and unbiased variance of every layer that
+  // normalizes by its batch: [evaluations, Σ 2 · out]; null: not wanted
+  void* statistics;
 };
 
 struct Reverse {
   Rule rule;
   int order;
-  const void* start;                // where the walk begins: x[N], for `exact` x[0]
-  const void* anchors;              // as Forward left them
-  const void* cotangent;            // ∂L/∂x[N]
-  void* grad_x;                     // null: not needed
-  void* gradients[kMaxParameters];  // in the storage dtype; null: not needed
+  const void* start;       // where the walk begins: x[N], for `exact` x[0]
+  const void* anchors;     // as Forward left them
+  const void* cotangent;   // ∂L/∂x[N]
+  void* grad_x;            // null: not needed
+  void* const* gradients;  // a table like the parameters', in the storage dtype; null: not needed
 };
 
 // The entry points of one build for one instruction set. Called with workspace = null, forward and

@@ -10,37 +10,52 @@ import torch
 from torch import Tensor
 
 from . import ops
-from .options import Method
 from .problem import Problem, stream_dtype
 
 
+def run(x: Tensor, problem: Problem, backend: str) -> tuple[Tensor, Tensor]:
+    """x[N] in x's dtype and the statistics of the batch, differentiable where that is asked for."""
+    inputs = (x, *problem.parameters)
+    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in inputs):
+        bare = problem._replace(parameters=())
+        y, statistics = StageFunction.apply(x, bare, backend, *problem.parameters)
+    else:
+        problem = problem._replace(method=problem.method._replace(keep_every=0))
+        y, _, statistics = ops.forward(x.to(stream_dtype(x.dtype)), problem, backend)
+        y = y.to(x.dtype)
+    return y, statistics
+
+
 class StageFunction(torch.autograd.Function):
+    """``problem`` comes without its parameters, which are inputs of their own."""
+
     @staticmethod
     def forward(
         ctx: Any,
         x: Tensor,
-        block: str,
-        activation: str,
-        method: Method,
+        problem: Problem,
         backend: str,
         *parameters: Tensor | None,
-    ) -> Tensor:
-        problem = Problem(block, activation, parameters, method)
-        y, anchors = ops.forward(x.to(stream_dtype(x.dtype)), problem, backend)
+    ) -> tuple[Tensor, Tensor]:
+        ctx.problem, ctx.backend, ctx.dtype = problem, backend, x.dtype
+        problem = problem._replace(parameters=parameters)
+        y, anchors, statistics = ops.forward(x.to(stream_dtype(x.dtype)), problem, backend)
         # The reverse pass starts at one end of the trajectory: exact from x[0], otherwise x[N].
-        result = y.to(x.dtype)
-        ctx.save_for_backward(x if method.rule == "exact" else y, anchors, *parameters)
-        ctx.block, ctx.activation, ctx.method, ctx.backend = block, activation, method, backend
-        ctx.dtype = x.dtype
-        return result
+        exact = problem.method.rule == "exact"
+        ctx.save_for_backward(x if exact else y, anchors, *parameters)
+        ctx.mark_non_differentiable(statistics)
+        ctx.set_materialize_grads(False)
+        return y.to(x.dtype), statistics
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad: Tensor | None, _: Any) -> tuple[Tensor | None, ...]:
+        if grad is None:
+            return (None,) * len(ctx.needs_input_grad)
         saved = ctx.saved_tensors
         start, anchors, *parameters = saved
-        needs = (ctx.needs_input_grad[0], *ctx.needs_input_grad[5:])
+        needs = (ctx.needs_input_grad[0], *ctx.needs_input_grad[3:])
         with torch.no_grad():
-            problem = Problem(ctx.block, ctx.activation, tuple(parameters), ctx.method)
+            problem = ctx.problem._replace(parameters=tuple(parameters))
             stream = stream_dtype(ctx.dtype)
             grad_x, *grads = ops.reverse(
                 start.to(stream), anchors, grad.to(stream), needs, problem, ctx.backend
@@ -52,7 +67,7 @@ class StageFunction(torch.autograd.Function):
             grad_x, *grads = (
                 g if g is None else Undifferentiable.apply(g, *graph) for g in (grad_x, *grads)
             )
-        return grad_x, None, None, None, None, *grads
+        return grad_x, None, None, *grads
 
 
 class Undifferentiable(torch.autograd.Function):

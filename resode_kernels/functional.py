@@ -8,10 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import backends, ops
-from .autograd import StageFunction
+from . import autograd, backends
 from .options import How, choice, positive_int
-from .problem import Problem, stream_dtype
+from .problem import Problem
 
 ACTIVATIONS = ("relu", "tanh", "gelu", "silu")
 DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
@@ -95,14 +94,9 @@ def _run(
     _check(x, dim, parameters)
     method = how.method(_depth(depth, blocks, how))
     backend = backends.choose(how.backend, x.device)
-    rows = x.reshape(-1, dim)
-    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, *tensors)):
-        y = StageFunction.apply(rows, block, activation, method, backend, *tensors)
-    else:
-        problem = Problem(block, activation, tuple(tensors), method._replace(keep_every=0))
-        y = ops.forward(rows.to(stream_dtype(x.dtype)), problem, backend)[0].to(x.dtype)
-    result: Tensor = y.reshape(x.shape)
-    return result
+    problem = Problem(block, activation, tuple(tensors), method)
+    y, _ = autograd.run(x.reshape(-1, dim), problem, backend)
+    return y.reshape(x.shape)
 
 
 def _depth(depth: int | None, blocks: int, how: How) -> int:

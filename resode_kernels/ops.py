@@ -1,10 +1,11 @@
 """The two operators of a stage as ``torch.library`` ops, which is what ``torch.compile`` sees.
 
-    forward   x[0] → x[N] and the kept states
+    forward   x[0] → x[N], the kept states and the statistics of the batch
     reverse   ∂L/∂x[N] → ∂L/∂x[0] and the parameter gradients
 
-Each makes its results and lets a backend fill them. States are [rows, dim] in the stream's dtype,
-kept states (anchors) [count, rows, dim].
+Each makes its results and lets a backend fill them. States are in the stream's dtype, [rows, dim]
+or for conv [images, channels, height, width] in any memory format; kept states (anchors) are
+[count, …], laid out as the backend likes. Only conv has statistics (``Problem.statistics``).
 """
 
 from __future__ import annotations
@@ -22,12 +23,12 @@ from .problem import Problem
 # A Problem, field by field, and the name of the backend that runs it.
 _PROBLEM = (
     "str block, str activation, Tensor?[] parameters, str scheme, int steps, float step, "
-    "str rule, int order, int keep_every, str backend"
+    "str rule, int order, int keep_every, int layers, float epsilon, str backend"
 )
 
 library = torch.library.Library("resode_kernels", "DEF")
 library.define(
-    f"forward(Tensor x, {_PROBLEM}) -> (Tensor, Tensor)", tags=torch.Tag.pt2_compliant_tag
+    f"forward(Tensor x, {_PROBLEM}) -> (Tensor, Tensor, Tensor)", tags=torch.Tag.pt2_compliant_tag
 )
 library.define(
     "reverse(Tensor start, Tensor anchors, Tensor cotangent, bool[] needs, "
@@ -37,12 +38,17 @@ library.define(
 
 
 def _problem(fields: Sequence[Any]) -> Problem:
-    block, activation, parameters, *method, _backend = fields
-    return Problem(block, activation, tuple(parameters), Method(*method))
+    block, activation, parameters, *method, layers, epsilon, _backend = fields
+    return Problem(block, activation, tuple(parameters), Method(*method), layers, epsilon)
 
 
-def _new_states(x: Tensor, *fields: Any) -> tuple[Tensor, Tensor]:
-    return x.new_empty(x.shape), x.new_empty((_problem(fields).kept_states, *x.shape))
+def _new_states(x: Tensor, *fields: Any) -> tuple[Tensor, Tensor, Tensor]:
+    problem = _problem(fields)
+    return (
+        torch.empty_like(x),
+        x.new_empty((problem.kept_states, *x.shape)),
+        x.new_empty(problem.statistics),
+    )
 
 
 def _new_gradients(
@@ -51,16 +57,16 @@ def _new_gradients(
     """For x and every parameter; empty where a gradient is not needed."""
     inputs = (start, *_problem(fields).parameters)
     return [
-        t.new_empty(t.shape) if t is not None and need else start.new_empty(0)
+        torch.empty_like(t) if t is not None and need else start.new_empty(0)
         for t, need in zip(inputs, needs, strict=True)
     ]
 
 
-def _forward(x: Tensor, *fields: Any) -> tuple[Tensor, Tensor]:
-    y, anchors = _new_states(x, *fields)
+def _forward(x: Tensor, *fields: Any) -> tuple[Tensor, Tensor, Tensor]:
+    y, anchors, statistics = _new_states(x, *fields)
     if x.numel():
-        backends.IMPLEMENTED[fields[-1]].forward(_problem(fields), x, y, anchors)
-    return y, anchors
+        backends.IMPLEMENTED[fields[-1]].forward(_problem(fields), x, y, anchors, statistics)
+    return y, anchors, statistics
 
 
 def _reverse(
@@ -86,9 +92,9 @@ for _name, _implementation, _fake in (
     torch.library.register_fake(f"resode_kernels::{_name}", _fake, lib=library)
 
 
-def forward(x: Tensor, problem: Problem, backend: str) -> tuple[Tensor, Tensor]:
-    """x[N] and the kept states."""
-    result: tuple[Tensor, Tensor] = torch.ops.resode_kernels.forward.default(
+def forward(x: Tensor, problem: Problem, backend: str) -> tuple[Tensor, Tensor, Tensor]:
+    """x[N], the kept states and the statistics of the batch."""
+    result: tuple[Tensor, Tensor, Tensor] = torch.ops.resode_kernels.forward.default(
         x, *problem.fields(), backend
     )
     return result

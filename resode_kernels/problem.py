@@ -9,20 +9,52 @@ from torch import Tensor
 
 from .options import Method
 
+PER_LAYER = 5
+"""Tensors of a convolutional layer."""
+
 
 class Problem(NamedTuple):
     block: str
-    """``"mlp"`` or ``"linear"``."""
+    """``"mlp"``, ``"linear"`` or ``"conv"``."""
     activation: str
     """``"identity"`` for blocks without one."""
     parameters: tuple[Tensor | None, ...]
-    """mlp: w1, b1, w2, b2; linear: weight. Stacked over blocks; one block only: tied."""
+    """mlp: w1, b1, w2, b2; linear: weight. Stacked over blocks; one block only: tied.
+    conv: for every block (tied: for one), for each of its layers the convolution's weight
+    [out, in, size, size] and the normalization's weight, bias, mean and variance; without mean and
+    variance it normalizes by the batch."""
     method: Method
+    layers: int = 0
+    """conv: layers of a block."""
+    epsilon: float = 0.0
+    """conv: of batch normalization."""
 
     @property
     def tied(self) -> bool:
+        if self.block == "conv":
+            return len(self.parameters) == PER_LAYER * self.layers
         first = self.parameters[0]
         return first is not None and first.shape[0] == 1
+
+    @property
+    def convolutions(self) -> list[tuple[int, int, int]]:
+        """Of each layer of a block: channels in, channels out, size of the window."""
+        shapes = []
+        for weight in self.parameters[: PER_LAYER * self.layers : PER_LAYER]:
+            assert weight is not None
+            shapes.append((weight.shape[1], weight.shape[0], weight.shape[2]))
+        return shapes
+
+    @property
+    def evaluations(self) -> int:
+        """Of blocks in the forward pass."""
+        return self.method.steps * (2 if self.method.scheme == "heun" else 1)
+
+    @property
+    def statistics(self) -> tuple[int, int]:
+        """The shape of what the forward pass tells about its batch: for every evaluation, of each
+        of the block's layers the mean and the unbiased variance of its channels."""
+        return self.evaluations, sum(2 * out for _, out, _ in self.convolutions)
 
     @property
     def blocks(self) -> int:
@@ -35,7 +67,14 @@ class Problem(NamedTuple):
         return (self.method.steps - 1) // keep_every if keep_every else 0
 
     def fields(self) -> tuple[Any, ...]:
-        return (self.block, self.activation, self.parameters, *self.method)
+        return (
+            self.block,
+            self.activation,
+            self.parameters,
+            *self.method,
+            self.layers,
+            self.epsilon,
+        )
 
 
 def stream_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -34,6 +34,7 @@ class Arena {
   }
 
   size_t used() const { return bytes; }
+  bool real() const { return base; }  // not just counting
 
  private:
   uintptr_t base;

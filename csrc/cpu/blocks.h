@@ -1,5 +1,5 @@
-// The residual functions f, one class each. A block class knows its parameters and, for the rows of
-// one tile, three things:
+// The residual functions f that work row by row, one class each (conv.h has the one for images). A
+// block class knows its parameters and, for the rows of one tile, three things:
 //
 //     trace    what the VJP at p will need of f's evaluation there
 //     output   f(p) from the trace, handed to an Update
@@ -13,6 +13,7 @@
 #include "epilogues.h"
 #include "gemm.h"
 #include "storage.h"
+#include "team.h"
 
 namespace {
 
@@ -59,13 +60,41 @@ void with_activation(resode::Activation activation, F f) {
   }
 }
 
+// What blocks of rows have in common: threads share nothing.
+template <class T>
+struct RowBlock {
+  struct Shared {
+    Shared(const Stage&, const Tiling&, Arena&, int /*slots*/, bool /*vjp*/) {}
+  };
+  static constexpr int kAhead = 2;  // steps that a thread may be ahead of another, less one
+
+  const Stage& s;
+
+  static Tiling tiling(const Stage& s) { return Tiling::of_rows<T>(s); }
+
+  void record(void*) {}  // no statistics
+
+  // out ← scale · Σ sums of the threads, one worker's share
+  template <class S>
+  void write_gradient(int, S* out, Matrix<T> sum, int64_t stride, Team team, T scale) const {
+    reduce(out, sum, stride, team.size, scale, Share(sum.rows, team.rank, team.size));
+  }
+
+ protected:
+  template <class S>
+  const S* parameter(int64_t n, int k) const {
+    return static_cast<const S*>(s.parameters[n * s.count + k]);
+  }
+};
+
 // f(x) = W2 σ(W1 x + b1) + b2, with the rows of a tile as x:
 //
 //     z = x W1ᵀ + b1,  u = σ(z),  f = u W2ᵀ + b2
 //     ∇W2 = gᵀ u,  ∇b2 = Σ g,  dz = (g W2) ⊙ σ'(z),  ∇W1 = dzᵀ x,  ∇b1 = Σ dz,  ∂fᵀ g = dz W1
 template <class T>
-class Mlp {
+class Mlp : public RowBlock<T> {
  public:
+  using RowBlock<T>::s;
   struct Weights {
     Matrix<T> w1_t, w2_t, w1, w2;
     T *b1, *b2;
@@ -75,7 +104,7 @@ class Mlp {
   };
   enum { W1, B1, W2, B2 };
 
-  explicit Mlp(const Stage& s) : s(s) {}
+  Mlp(const Stage& s, const typename RowBlock<T>::Shared&, Team) : RowBlock<T>{s} {}
 
   // Gradient sums have their parameter's shape.
   Matrix<T> shape(int parameter) const {
@@ -85,7 +114,7 @@ class Mlp {
     return one_row ? Matrix<T>{nullptr, 1, rows} : Matrix<T>{nullptr, rows, columns};
   }
 
-  Weights weights(Arena& arena, bool vjp) const {
+  Weights weights(Arena& arena, int /*slot*/, bool vjp) const {
     Weights w;
     w.w1_t = arena.matrix<T>(padded<T>(s.dim), s.hidden);
     w.w2_t = arena.matrix<T>(padded<T>(s.hidden), s.dim);
@@ -102,18 +131,16 @@ class Mlp {
     with_storage<T>(s.storage, [&](auto storage) {
       using S = decltype(storage);
       const int64_t d = s.dim, m = s.hidden;
-      const S* w1 = static_cast<const S*>(s.parameters[W1]) + n * m * d;
-      const S* w2 = static_cast<const S*>(s.parameters[W2]) + n * d * m;
+      const S* w1 = this->template parameter<S>(n, W1);
+      const S* w2 = this->template parameter<S>(n, W2);
       pack_transposed(w.w1_t, w1, d);
       pack_transposed(w.w2_t, w2, m);
       if (w.w1.data) {
         pack(w.w1, w1, m);
         pack(w.w2, w2, d);
       }
-      const auto* b1 = static_cast<const S*>(s.parameters[B1]);
-      const auto* b2 = static_cast<const S*>(s.parameters[B2]);
-      if (b1) pack(Matrix<T>{w.b1, 1, m}, b1 + n * m, 1);
-      if (b2) pack(Matrix<T>{w.b2, 1, d}, b2 + n * d, 1);
+      if (w.b1) pack(Matrix<T>{w.b1, 1, m}, this->template parameter<S>(n, B1), 1);
+      if (w.b2) pack(Matrix<T>{w.b2, 1, d}, this->template parameter<S>(n, B2), 1);
     });
   }
 
@@ -143,15 +170,13 @@ class Mlp {
     if (sum.of[B1].data) sum_columns(dz, sum.of[B1].data, sum.fresh);
     if (!update.empty()) multiply(dz, w.w1, nullptr, update);
   }
-
- private:
-  const Stage& s;
 };
 
 // f(x) = θ x:  f = x θᵀ,  ∇θ = gᵀ x,  ∂fᵀ g = g θ. The trace is a copy of p.
 template <class T>
-class Linear {
+class Linear : public RowBlock<T> {
  public:
+  using RowBlock<T>::s;
   struct Weights {
     Matrix<T> theta_t, theta;
   };
@@ -159,11 +184,11 @@ class Linear {
     T *p, *g;
   };
 
-  explicit Linear(const Stage& s) : s(s) {}
+  Linear(const Stage& s, const typename RowBlock<T>::Shared&, Team) : RowBlock<T>{s} {}
 
   Matrix<T> shape(int) const { return {nullptr, s.dim, s.dim}; }
 
-  Weights weights(Arena& arena, bool vjp) const {
+  Weights weights(Arena& arena, int /*slot*/, bool vjp) const {
     Weights w;
     w.theta_t = arena.matrix<T>(padded<T>(s.dim), s.dim);
     if (vjp) w.theta = arena.matrix<T>(padded<T>(s.dim), s.dim);
@@ -172,8 +197,7 @@ class Linear {
 
   void pack_weights(const Weights& w, int64_t n) const {
     with_storage<T>(s.storage, [&](auto storage) {
-      const auto* theta =
-          static_cast<const decltype(storage)*>(s.parameters[0]) + n * s.dim * s.dim;
+      const auto* theta = this->template parameter<decltype(storage)>(n, 0);
       pack_transposed(w.theta_t, theta, s.dim);
       if (w.theta.data) pack(w.theta, theta, s.dim);
     });
@@ -200,9 +224,6 @@ class Linear {
     memcpy(copy.data, g.data, g.size() * sizeof(T));
     multiply(copy, w.theta, nullptr, update);
   }
-
- private:
-  const Stage& s;
 };
 
 }  // namespace

@@ -19,6 +19,7 @@ size_t forward(const Stage& s, const resode::Forward& io, void* workspace) {
 
   Team::run(pass.tiling.threads, [&](Team team) {
     Worker<T, Scheme, Block> worker(pass, team);
+    worker.bench.block.record(io.statistics);
     worker.for_each_tile([&](Share rows) {
       from_rows(pass.tile(state, rows), pass.tile_rows(static_cast<const T*>(io.x), rows));
     });

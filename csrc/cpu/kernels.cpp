@@ -1,5 +1,6 @@
 // The CPU kernels of one instruction set: compiled once for each, with RESODE_ISA naming it.
 
+#include "conv.h"
 #include "forward.h"
 #include "peak.h"
 #include "reverse.h"
@@ -14,6 +15,7 @@ size_t with_scheme(const Stage& s, F f) {
 }
 template <class T, class F>
 size_t with_block(const Stage& s, F f) {
+  if (s.block == resode::Block::conv) return with_scheme<T, Conv<T>>(s, f);
   if (s.block == resode::Block::linear) return with_scheme<T, Linear<T>>(s, f);
   return with_scheme<T, Mlp<T>>(s, f);
 }

@@ -7,31 +7,36 @@
 
 namespace {
 
-// Every thread has all it works with to itself: the packed weights of the blocks in work, buffers
-// for a tile, gradient sums. Packing a block costs little next to using it on a tile's rows, and
-// nothing that another core has just written needs to be fetched.
+// A thread has what it works with to itself: the packed weights of the blocks in work, buffers for
+// a tile, gradient sums. Packing a block costs little next to using it on a tile's rows, and
+// nothing that another core has just written needs to be fetched. What a block's threads do share
+// is in Block::Shared.
 template <class T, class Scheme, class Block>
 struct Pass {
   const Stage& s;
   const Tiling tiling;
-  const Block block;
   void* const* const gradients;
+  const typename Block::Shared shared;
   Countdown *walked, *written;  // one per thread, see Worker
   char* privates;
   size_t private_bytes;
 
-  // `gradients` is null in a pass without VJPs, otherwise it holds the addresses of the gradients
-  // that are wanted.
+  // `gradients` is null in a pass without VJPs, otherwise it is the table of the gradients that are
+  // wanted.
   Pass(const Stage& s, Arena& arena, void* const* gradients)
-      : s(s), tiling(Tiling::of<T>(s)), block(s), gradients(gradients) {
+      : s(s),
+        tiling(Block::tiling(s)),
+        gradients(gradients),
+        shared(s, tiling, arena, slots(), gradients) {
     walked = arena.take<Countdown>(tiling.threads);
     written = arena.take<Countdown>(tiling.threads);
     Arena counter(nullptr);
-    bench(counter);
+    bench(counter, {0, 1});
     private_bytes = counter.used();
     privates = arena.take<char>(private_bytes * tiling.threads);
   }
 
+  int slots() const { return s.tied ? 1 : Scheme::kSlots; }
   int64_t state_size() const { return s.rows * padded<T>(s.dim); }
 
   // The rows of a tile, in a state of the kernels' layout and in a row-major one.
@@ -49,23 +54,30 @@ struct Pass {
     return anchors + (n / s.keep_every - 1) * s.rows * s.dim;
   }
 
-  Bench<T, Block> bench(Arena& arena) const {
+  Bench<T, Block> bench(Arena& arena, Team team) const {
     const int64_t rows = tiling.max_tile_rows(), size = rows * padded<T>(s.dim);
-    Bench<T, Block> b{block, s.tied ? 1 : Scheme::kSlots, s.tied, T(s.step)};
+    Bench<T, Block> b{Block(s, shared, team), gradients, slots(), s.tied, T(s.step)};
     for (int i = 0; i < Scheme::kSlots; ++i)
-      b.traces[i] = block.trace_space(arena, rows, gradients);
+      b.traces[i] = b.block.trace_space(arena, rows, gradients);
     b.point = arena.take<T>(size);
     if (Scheme::kSlots > 1) {
       b.first = arena.take<T>(size);
       b.middle = arena.take<T>(size);
     }
-    for (int i = 0; i < b.slots; ++i) b.weights[i] = block.weights(arena, gradients);
+    for (int i = 0; i < b.slots; ++i) b.weights[i] = b.block.weights(arena, i, gradients);
     for (int i = 0; gradients && i < b.gradient_slots(); ++i)
-      for (int k = 0; k < kMaxParameters; ++k) {
-        const Matrix<T> shape = block.shape(k);
-        if (gradients[k]) b.gradients[i].of[k] = arena.matrix<T>(shape.rows, shape.columns);
+      for (int k = 0; k < s.count; ++k) {
+        const Matrix<T> shape = b.block.shape(k);
+        if (wanted(k)) b.gradients[i].of[k] = arena.matrix<T>(shape.rows, shape.columns);
       }
     return b;
+  }
+
+  // Whether any block's k-th gradient is.
+  bool wanted(int k) const {
+    for (int64_t n = 0; n < s.blocks(); ++n)
+      if (gradients[n * s.count + k]) return true;
+    return false;
   }
 };
 
@@ -76,7 +88,7 @@ class Worker {
   Bench<T, Block> bench;
 
   Worker(const Pass<T, Scheme, Block>& pass, Team team)
-      : bench(lay_out(pass, team.rank)),
+      : bench(lay_out(pass, team)),
         pass(pass),
         team(team),
         tiles(pass.tiling.tiles, team.rank, team.size) {}
@@ -92,7 +104,7 @@ class Worker {
     for (int64_t m = n; m < n + Scheme::kSlots; ++m) {
       const int64_t index = bench.index(m), slot = bench.slot(m);
       if (held[slot] == index) continue;
-      pass.block.pack_weights(bench.weights[slot], index);
+      bench.block.pack_weights(bench.weights[slot], index);
       held[slot] = index;
     }
   }
@@ -104,7 +116,7 @@ class Worker {
 
   void begin_reverse_step(int64_t n) {
     begin_step(n);
-    if (!pass.s.tied) Countdown::wait(pass.written, team.size, n + 1 + kAhead);
+    if (!pass.s.tied) Countdown::wait(pass.written, team.size, n + 1 + Block::kAhead);
   }
 
   void end_reverse_step(int64_t n) {
@@ -119,9 +131,9 @@ class Worker {
   const Share tiles;
   int64_t held[2] = {-1, -1};  // the blocks whose weights are in the slots
 
-  static Bench<T, Block> lay_out(const Pass<T, Scheme, Block>& pass, int rank) {
-    Arena arena(pass.privates + rank * pass.private_bytes);
-    return pass.bench(arena);
+  static Bench<T, Block> lay_out(const Pass<T, Scheme, Block>& pass, Team team) {
+    Arena arena(pass.privates + team.rank * pass.private_bytes);
+    return pass.bench(arena, team);
   }
 
   // This thread's share of the gradients that are complete after step n.
@@ -138,15 +150,13 @@ class Worker {
     Gradient<T>& mine = bench.gradient(n);
     mine.fresh = true;
     with_storage<T>(pass.s.storage, [&](auto storage) {
-      for (int k = 0; k < kMaxParameters; ++k) {
-        if (!pass.gradients[k]) continue;
+      for (int k = 0; k < pass.s.count; ++k) {
+        auto* const out = static_cast<decltype(storage)*>(bench.result(n, k));
+        if (!out) continue;
         const int64_t stride = pass.private_bytes / sizeof(T);
         Matrix<T> sum = mine.of[k];
         sum.data -= team.rank * stride;
-        auto* const out =
-            static_cast<decltype(storage)*>(pass.gradients[k]) + n * sum.rows * sum.columns;
-        reduce(out, sum, stride, team.size, Scheme::gradient_scale(bench.step),
-               Share(sum.rows, team.rank, team.size));
+        bench.block.write_gradient(k, out, sum, stride, team, Scheme::gradient_scale(bench.step));
       }
     });
   }

@@ -15,18 +15,18 @@ namespace {
 
 // What one thread works with: the packed weights and gradient sums of the blocks in work, and
 // buffers for a tile. Blocks live in slots: Heun's neighbours in two, a tied stage's only block in
-// one. Gradient sums have kAhead slots more, so that a thread can go on while others are still at
-// the step before (pass.h).
-constexpr int kAhead = 2, kGradientSlots = 2 + kAhead;
+// one. Gradient sums have Block::kAhead slots more, so that a thread can go on while others are
+// still at the step before (pass.h).
 
 template <class T, class Block>
 struct Bench {
-  const Block& block;
+  Block block;
+  void* const* results;  // the table of the gradients that are wanted
   int slots;
   bool tied;
   T step;  // h
   typename Block::Weights weights[2] = {};
-  Gradient<T> gradients[kGradientSlots] = {};
+  Gradient<T> gradients[2 + Block::kAhead] = {};
   typename Block::Trace traces[2] = {};
   T* point = nullptr;                     // p, where it is not the state itself
   T *first = nullptr, *middle = nullptr;  // Heun's a and y
@@ -34,7 +34,8 @@ struct Bench {
   int64_t index(int64_t n) const { return tied ? 0 : n; }
   int64_t slot(int64_t n) const { return index(n) % slots; }
   Gradient<T>& gradient(int64_t n) { return gradients[index(n) % gradient_slots()]; }
-  int gradient_slots() const { return tied ? 1 : slots + kAhead; }
+  int gradient_slots() const { return tied ? 1 : slots + Block::kAhead; }
+  void* result(int64_t n, int k) const { return results[index(n) * block.s.count + k]; }
 
   // u(f_n(p))
   void evaluate(int64_t n, Matrix<T> p, Update<T> u) {
@@ -49,9 +50,11 @@ struct Bench {
   }
   // ∇θ_n += ∂_θ f_n(p)ᵀ g,  u(∂_x f_n(p)ᵀ g)
   void vjp(int64_t n, Matrix<T> p, typename Block::Trace t, Matrix<T> g, Update<T> u) {
-    Gradient<T>& sum = gradient(n);
-    block.vjp(weights[slot(n)], p, t, g, sum, u);
-    sum.fresh = false;
+    Gradient<T> wanted = gradient(n);
+    for (int k = 0; k < block.s.count; ++k)
+      if (!result(n, k)) wanted.of[k].data = nullptr;
+    block.vjp(weights[slot(n)], p, t, g, wanted, u);
+    gradient(n).fresh = false;
   }
 };
 

@@ -18,7 +18,8 @@
 namespace {
 
 struct Tiling {
-  int64_t rows, tiles;
+  int64_t units, rows_per_unit;  // what a tile may not divide: a row, an image
+  int64_t tiles;
   int threads;
 
   // Bytes of a tile's buffers that should stay in the second-level cache.
@@ -27,17 +28,27 @@ struct Tiling {
   // Multiply-adds in one matrix product below which another thread costs more than it brings.
   static constexpr int64_t kMinThreadWork = 32 << 10;
 
+  // Tiles of rows that no block connects.
   template <class T>
-  static Tiling of(const resode::Stage& s) {
+  static Tiling of_rows(const resode::Stage& s) {
     const int64_t row_bytes = (3 * padded<T>(s.dim) + 2 * padded<T>(s.hidden)) * int64_t(sizeof(T));
     const int64_t tile_rows = max(kMinTileRows, min(kMaxTileRows, kTileBytes / row_bytes));
     const int64_t worth = ceil_div(s.rows * s.dim * s.hidden, kMinThreadWork);
     const int threads = int(max(1, min(s.threads, min(worth, s.rows))));
-    return {s.rows, threads * ceil_div(s.rows, threads * tile_rows), threads};
+    return {s.rows, 1, threads * ceil_div(s.rows, threads * tile_rows), threads};
   }
 
-  Share tile(int64_t i) const { return Share(rows, i, tiles); }
-  int64_t max_tile_rows() const { return ceil_div(rows, tiles); }
+  // Images that batch normalization connects: the threads go through every evaluation together,
+  // each with its share of the images as its one tile.
+  static Tiling of_images(const resode::Stage& s);
+
+  Share tile(int64_t i) const {
+    Share share(units, i, tiles);
+    share.begin *= rows_per_unit;
+    share.end *= rows_per_unit;
+    return share;
+  }
+  int64_t max_tile_rows() const { return ceil_div(units, tiles) * rows_per_unit; }
 };
 
 struct Team {
@@ -47,14 +58,32 @@ struct Team {
   template <class F>
   static void run(int threads, F f) {
 #if defined(_OPENMP)
+    const int dynamic = omp_get_dynamic();
+    omp_set_dynamic(0);  // as many as last time
 #pragma omp parallel num_threads(threads)
     f(Team{omp_get_thread_num(), omp_get_num_threads()});
+    omp_set_dynamic(dynamic);
 #else
     (void)threads;
     f(Team{0, 1});
 #endif
   }
+
+  // How many threads `run` gets when it asks for this many.
+  static int available(int threads) {
+    int size = 1;
+    run(threads, [&](Team team) {
+      if (team.rank == 0) size = team.size;
+    });
+    return size;
+  }
 };
+
+inline Tiling Tiling::of_images(const resode::Stage& s) {
+  const int64_t pixels = s.height * s.width, images = s.rows / pixels;
+  const int threads = Team::available(int(min(s.threads, images)));
+  return {images, pixels, threads, threads};
+}
 
 // A number that a thread counts down for the others to see.
 struct alignas(64) Countdown {
@@ -70,6 +99,22 @@ struct alignas(64) Countdown {
       for (int spins = 0; __atomic_load_n(&all[i].value, __ATOMIC_ACQUIRE) > target; ++spins)
         if (spins > kPatience) sched_yield();  // there may be more threads than cores
   }
+};
+
+// A thread of a team whose members meet: nobody goes on before all have come.
+class Crew {
+ public:
+  Crew(Team team, Countdown* arrivals) : team(team), arrivals(arrivals) {}
+  const Team team;
+
+  void meet() {
+    arrivals[team.rank].set(--meetings);
+    Countdown::wait(arrivals, team.size, meetings);
+  }
+
+ private:
+  Countdown* const arrivals;  // one per thread, all zero at the start
+  int64_t meetings = 0;
 };
 
 }  // namespace

@@ -3,7 +3,7 @@
 A backend is a module with three functions:
 
     unavailable()                                           why it cannot be used here, or None
-    forward(problem, x, y, anchors)                         fills y and anchors
+    forward(problem, x, y, anchors, statistics)             fills y, anchors and statistics
     reverse(problem, start, anchors, cotangent, gradients)  fills the gradients that are not None
 """
 
@@ -26,7 +26,9 @@ class BackendUnavailableError(RuntimeError):
 class Backend(Protocol):
     def unavailable(self) -> str | None: ...
 
-    def forward(self, problem: Problem, x: Tensor, y: Tensor, anchors: Tensor) -> None: ...
+    def forward(
+        self, problem: Problem, x: Tensor, y: Tensor, anchors: Tensor, statistics: Tensor
+    ) -> None: ...
 
     def reverse(
         self,

@@ -46,8 +46,20 @@ def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _address(tensor: Tensor | None) -> int:
-    return 0 if tensor is None else tensor.data_ptr()
+def _addresses(tensors: Sequence[Tensor | None]) -> list[int]:
+    return [0 if t is None else t.data_ptr() for t in tensors]
+
+
+def _strides(problem: Problem, tensors: Sequence[Tensor | None]) -> list[int]:
+    """Bytes from a block's tensor to the next block's, where they are stacked."""
+    if problem.block == "conv":
+        return []
+    return [0 if t is None else t.stride(0) * t.element_size() for t in tensors]
+
+
+def _pixel_rows(problem: Problem, state: Tensor) -> Tensor:
+    """A view of the state with channels last, which is how the kernels take images."""
+    return state.permute(0, 2, 3, 1) if problem.block == "conv" else state
 
 
 def _run(problem: Problem, state: Tensor, io: Any) -> None:
@@ -55,7 +67,8 @@ def _run(problem: Problem, state: Tensor, io: Any) -> None:
     parameters = [None if p is None else p.contiguous() for p in problem.parameters]
     weight = parameters[0]
     assert weight is not None
-    rows, dim = state.shape
+    dim = state.shape[-1]
+    height, width = state.shape[1:3] if problem.block == "conv" else (1, 1)
     stage = _C.Stage(
         block=problem.block,
         activation=problem.activation,
@@ -63,12 +76,17 @@ def _run(problem: Problem, state: Tensor, io: Any) -> None:
         steps=problem.method.steps,
         step=problem.method.step,
         tied=problem.tied,
-        rows=rows,
+        rows=state.numel() // dim,
         dim=dim,
         hidden=weight.shape[1],
+        height=height,
+        width=width,
+        convolutions=problem.convolutions,
+        epsilon=problem.epsilon,
         stream=_name(state.dtype),
         storage=_name(weight.dtype),
-        parameters=[_address(p) for p in parameters],
+        parameters=_addresses(parameters),
+        strides=_strides(problem, parameters),
         keep_every=problem.method.keep_every,
         threads=torch.get_num_threads(),
     )
@@ -76,9 +94,23 @@ def _run(problem: Problem, state: Tensor, io: Any) -> None:
     _C.run(stage, io, workspace.data_ptr())
 
 
-def forward(problem: Problem, x: Tensor, y: Tensor, anchors: Tensor) -> None:
-    x = x.contiguous()
-    _run(problem, x, _C.Forward(x=_address(x), y=_address(y), anchors=_address(anchors)))
+def _buffer(result: Tensor) -> Tensor:
+    """Where the kernels write: the result itself if they can, else a contiguous stand-in."""
+    return result if result.is_contiguous() else torch.empty(result.shape, dtype=result.dtype)
+
+
+def forward(problem: Problem, x: Tensor, y: Tensor, anchors: Tensor, statistics: Tensor) -> None:
+    x, result = _pixel_rows(problem, x).contiguous(), _pixel_rows(problem, y)
+    buffer = _buffer(result)
+    io = _C.Forward(
+        x=x.data_ptr(),
+        y=buffer.data_ptr(),
+        anchors=anchors.data_ptr(),
+        statistics=statistics.data_ptr(),
+    )
+    _run(problem, x, io)
+    if buffer is not result:
+        result.copy_(buffer)
 
 
 def reverse(
@@ -88,14 +120,25 @@ def reverse(
     cotangent: Tensor,
     gradients: Sequence[Tensor | None],
 ) -> None:
-    start, anchors, cotangent = (t.contiguous() for t in (start, anchors, cotangent))
+    start, cotangent = (_pixel_rows(problem, t).contiguous() for t in (start, cotangent))
+    anchors = anchors.contiguous()
+    results = list(gradients)
+    if results[0] is not None:
+        results[0] = _pixel_rows(problem, results[0])
+    buffers = [None if r is None else _buffer(r) for r in results]
+    grad_x, *wanted = _addresses(buffers)
     io = _C.Reverse(
         rule=problem.method.rule,
         order=problem.method.order,
-        start=_address(start),
-        anchors=_address(anchors),
-        cotangent=_address(cotangent),
-        grad_x=_address(gradients[0]),
-        gradients=[_address(g) for g in gradients[1:]],
+        start=start.data_ptr(),
+        anchors=anchors.data_ptr(),
+        cotangent=cotangent.data_ptr(),
+        grad_x=grad_x,
+        gradients=wanted,
+        strides=_strides(problem, buffers[1:]),
+        blocks=1 if problem.tied else problem.blocks,
     )
     _run(problem, start, io)
+    for result, buffer in zip(results, buffers, strict=True):
+        if result is not None and buffer is not None and buffer is not result:
+            result.copy_(buffer)

@@ -29,7 +29,7 @@ def _scheme(problem: Problem, dtype: torch.dtype) -> reference.Scheme:
     return reference.SCHEMES[problem.method.scheme](blocks, problem.method.step)
 
 
-def forward(problem: Problem, x: Tensor, y: Tensor, anchors: Tensor) -> None:
+def forward(problem: Problem, x: Tensor, y: Tensor, anchors: Tensor, statistics: Tensor) -> None:
     with torch.autocast(x.device.type, enabled=False):
         result, kept = reference.forward(_scheme(problem, x.dtype), x, problem.method.keep_every)
     y.copy_(result)

@@ -1,0 +1,507 @@
+// The paper's convolutional blocks: a chain of layers, each σ, convolution, batch normalization.
+//
+//     u_0 = x,  z_l = W_l ∗ σ(u_{l−1}),  u_l = bn_l(z_l),  f(x) = u_L
+//
+//     basic       L = 2, windows 3 × 3, 3 × 3
+//     bottleneck  L = 3, windows 1 × 1, 3 × 3, 1 × 1
+//
+// The VJP, from dy_L = g down, with A_l = σ(u_{l−1}):
+//
+//     dz_l = bn_l's gradient of dy_l,   ∇W_l = A_lᵀ dz_l,   dy_{l−1} = (W_lᵀ ∗ dz_l) ⊙ σ'(u_{l−1})
+//
+// The statistics of a layer connect all images, so the threads meet once per layer and direction;
+// everything else is local to an image. A thread takes its images a band at a time (Band) and keeps
+// of each layer only z_l, and dy_l on the way back: normalization and σ are applied while a canvas
+// is filled, statistics are taken and slopes multiplied in as a convolution leaves its results.
+// Memory traffic per layer: z_{l−1} once in, z_l once out; on the way back dy_l, z_l and z_{l−1}
+// once in, dy_{l−1} once out.
+
+#pragma once
+
+#include "blocks.h"
+#include "convolution.h"
+#include "normalization.h"
+
+namespace {
+
+using resode::kMaxLayers;
+
+// dz = a (dy − k1 − (z − μ) k2)
+template <class T>
+struct NormalizedGradient {
+  const T *dy, *z;
+  Normalization<T> bn;
+  bool batch;  // the statistics are the batch's
+
+  RESODE_INLINE void operator()(int64_t panel, int64_t offset, T* to, int64_t pixels) const {
+    using V = Channels<T>;
+    const int64_t c = panel * kPanel<T>;
+    const V a = load_all<V>(bn.scale + c), mu = load_all<V>(bn.mean + c);
+    const V k1 = load_all<V>(bn.k1 + c), k2 = load_all<V>(bn.k2 + c);
+    to -= offset;
+    if (batch) {
+      for_each_pixel<T>(offset, pixels, [&](int64_t at) RESODE_ALWAYS {
+        const V g = load_all<V>(dy + at) - k1, d = load_all<V>(z + at) - mu;
+        store_all(to + at, a * (g - d * k2));
+      });
+    } else {
+      for_each_pixel<T>(offset, pixels, [&](int64_t at) RESODE_ALWAYS {
+        store_all(to + at, a * load_all<V>(dy + at));
+      });
+    }
+  }
+};
+
+// How a layer's images are cut into bands: several whole images, or lines of one.
+struct Bands {
+  Band largest;
+
+  // Bytes that the points of a band take, and patches that a matrix product should have at least.
+  static constexpr int64_t kBytes = 256 << 10, kPatches = 64;
+
+  template <class T>
+  static Bands of(Window w, int64_t channels) {
+    const int64_t patch_bytes = w.points() * padded<T>(channels) * int64_t(sizeof(T));
+    const int64_t patches = max(kPatches * 4 / (w.patch() * w.patch()), kBytes / patch_bytes);
+    const int64_t across = w.patches(w.width), image = w.patches(w.height) * across;
+    if (image <= patches) return {{w, 0, patches / image, 0, w.height}};
+    const int64_t lines = max(1, patches / across);
+    return {{w, 0, 1, 0, min(w.height, lines * w.patch())}};
+  }
+
+  template <class F>
+  void for_each(int64_t images, F f) const {
+    const Window w = largest.window;
+    for (int64_t i = 0; i < images; i += largest.images)
+      for (int64_t y = 0; y < w.height; y += largest.lines)
+        f(Band{w, i, min(largest.images, images - i), y, min(largest.lines, w.height - y)});
+  }
+};
+
+template <class T>
+class Conv {
+ public:
+  static constexpr int kAhead = 1;
+  enum { Weight, Gamma, Beta, Mean, Variance, kPerLayer };
+
+  // One layer's parameters, packed; mean and variance null: the batch's.
+  struct Layer {
+    Matrix<T> w, w_t;
+    T *gamma, *beta, *mean, *variance;
+    bool batch;
+  };
+  struct Weights {
+    Layer* layers;
+  };
+  struct Trace {
+    struct {
+      T *z, *dy;
+      Normalization<T> bn;
+    } of[kMaxLayers];
+  };
+
+  // Packed weights are shared: for many channels they are large, and packing them is work.
+  struct Shared {
+    Layer layers[2][kMaxLayers];
+    double* sums;  // two of [threads, 2, channels], used in turns
+    Countdown* arrivals;
+
+    Shared(const Stage& s, const Tiling& tiling, Arena& arena, int slots, bool vjp) {
+      for (int slot = 0; slot < slots; ++slot)
+        for (int l = 0; l < s.layers; ++l) {
+          const auto [in, out, _] = s.convolutions[l];
+          Layer& layer = layers[slot][l];
+          const int64_t points = window(s, l).points();
+          layer.w = arena.matrix<T>(points * padded<T>(in), out);
+          if (vjp) layer.w_t = arena.matrix<T>(points * padded<T>(out), in);
+          for (T** vector : {&layer.gamma, &layer.beta, &layer.mean, &layer.variance})
+            *vector = arena.take<T>(padded<T>(out));
+        }
+      sums = arena.take<double>(2 * tiling.threads * 2 * max_channels(s));
+      arrivals = arena.take<Countdown>(tiling.threads);
+      for (int t = 0; arena.real() && t < tiling.threads; ++t) arrivals[t].value = 0;
+    }
+  };
+
+  const Stage& s;
+
+  static Tiling tiling(const Stage& s) { return Tiling::of_images(s); }
+
+  Conv(const Stage& s, const Shared& shared, Team team)
+      : s(s), shared(shared), crew(team, shared.arrivals) {
+    for (int l = 0; l < s.layers; ++l) {
+      const auto [in, out, _] = s.convolutions[l];
+      bands[l] = Bands::of<T>(window(s, l), max(in, out));
+    }
+  }
+
+  // Where the statistics of the evaluations to come are written down.
+  void record(void* statistics) { records = static_cast<T*>(statistics); }
+
+  Matrix<T> shape(int k) const {
+    const int l = k / kPerLayer;
+    const auto [in, out, _] = s.convolutions[l];
+    return {nullptr, k % kPerLayer == Weight ? window(s, l).points() * in : 1, out};
+  }
+
+  Weights weights(Arena&, int slot, bool) const {
+    return {const_cast<Layer*>(shared.layers[slot])};
+  }
+
+  void pack_weights(Weights w, int64_t n) {
+    crew.meet();  // nobody needs what was there
+    with_storage<T>(s.storage, [&](auto storage) {
+      for (int l = 0; l < s.layers; ++l) pack_layer<decltype(storage)>(w.layers[l], n, l);
+    });
+    crew.meet();
+  }
+
+  Trace trace_space(Arena& arena, int64_t rows, bool vjp) {
+    Trace t{};
+    for (int l = 0; l < s.layers; ++l) {
+      const int64_t out = padded<T>(s.convolutions[l].out);
+      t.of[l].z = arena.take<T>(rows * out);
+      if (vjp && l + 1 < s.layers) t.of[l].dy = arena.take<T>(rows * out);
+      Normalization<T>& bn = t.of[l].bn;
+      for (T** vector : {&bn.mean, &bn.root, &bn.scale, &bn.shift, &bn.k1, &bn.k2})
+        *vector = arena.take<T>(out);
+    }
+    if (!left) tools(arena, vjp);
+    return t;
+  }
+
+  void trace(const Weights& w, Matrix<T> p, Trace& t, bool) {
+    Matrix<T> input = p;
+    for (int l = 0; l < s.layers; ++l) {
+      auto& to = t.of[l];
+      to.bn.gamma = w.layers[l].gamma;
+      to.bn.beta = w.layers[l].beta;
+      const int64_t out = s.convolutions[l].out;
+      std::fill_n(moments.mean, 2 * max_channels(s), 0.0);
+      int64_t seen = 0;
+      with_activation(s.activation, [&](auto activation) {
+        const auto activated = input_of<decltype(activation)>(t, l);
+        bands[l].for_each(p.rows / (s.height * s.width), [&](Band b) {
+          const Canvas<T> a = paint(activated, input, b);
+          convolve(a, w.layers[l].w, [&](int64_t j, Points<T> m) {
+            T* const z = to.z + (j * p.rows + b.begin()) * kPanel<T>;
+            synthesise(m, j, z);
+            if (w.layers[l].batch) moments.add(j * kPanel<T>, z, b.pixels(), seen);
+          });
+          seen += b.pixels();
+        });
+      });
+      finish_statistics(w.layers[l], to.bn, out, seen);
+      input = {to.z, p.rows, out};
+    }
+  }
+
+  void output(const Weights&, const Trace& t, int64_t rows, Update<T> update) const {
+    const auto& last = t.of[s.layers - 1];
+    for (int64_t j = 0; j < ceil_div(s.dim, kPanel<T>); ++j) {
+      using V = Channels<T>;
+      const V a = load_all<V>(last.bn.scale + j * kPanel<T>);
+      const V b = load_all<V>(last.bn.shift + j * kPanel<T>);
+      for_each_pixel<T>(j * rows * kPanel<T>, rows, [&](int64_t at) RESODE_ALWAYS {
+        const V u = load_all<V>(last.z + at) * a + b;
+        const Vec<T> v[2] = {u.a, u.b};
+        update(at, v);
+      });
+    }
+  }
+
+  void vjp(const Weights& w, Matrix<T> p, Trace& t, Matrix<T> g, const Gradient<T>& sum,
+           Update<T> update) {
+    with_activation(s.activation, [&](auto activation) {
+      for (int l = s.layers - 1; l >= 0; --l)
+        vjp_layer<decltype(activation)>(w, p, t, g, sum, update, l);
+    });
+  }
+
+  // Σ of the threads' sums; for a weight at the points, to torch's [out, in, size, size].
+  template <class S>
+  void write_gradient(int k, S* to, Matrix<T> sum, int64_t stride, Team team, T scale) const {
+    if (k % kPerLayer != Weight)
+      return reduce(to, sum, stride, team.size, scale, Share(sum.rows, team.rank, team.size));
+    const auto [in, out, size] = s.convolutions[k / kPerLayer];
+    const int64_t points = window(s, k / kPerLayer).points(), taps = size * size;
+    const Share inputs(in, team.rank, team.size);
+    for (int64_t j = 0; j < sum.panels(); ++j)
+      for (int64_t i = inputs.begin; i < inputs.end; ++i)
+        for (int c = 0; c < kPanel<T>; c += kLanes<T>) {
+          Vec<T> u[16], g[9];
+          for (int64_t point = 0; point < points; ++point) {
+            const T* const from = weights_at(sum, points, point).at(j, i) + c;
+            u[point] = load(from);
+            for (int part = 1; part < team.size; ++part) u[point] += load(from + part * stride);
+          }
+          if (points == 1) {
+            g[0] = u[0];
+          } else {
+            lower_window(u, g);
+          }
+          const int64_t first = j * kPanel<T> + c;
+          for (int64_t o = first; o < min(out, first + kLanes<T>); ++o)
+            for (int64_t t = 0; t < taps; ++t)
+              narrow(scale * g[t][o - first], to[(o * in + i) * taps + t]);
+        }
+  }
+
+ private:
+  const Shared& shared;
+  Crew crew;
+  Bands bands[kMaxLayers];
+  T* pixels = nullptr;                  // of a canvas
+  T *left = nullptr, *right = nullptr;  // points
+  T* scratch = nullptr;                 // a panel of a band
+  Moments moments{};                    // of the layer in work; Products take the same room
+  T* records = nullptr;
+  int turn = 0;  // which half of shared.sums is next
+
+  static int64_t max_channels(const Stage& s) {
+    int64_t channels = 0;
+    for (int l = 0; l < s.layers; ++l) channels = max(channels, s.convolutions[l].out);
+    return padded<T>(channels);
+  }
+
+  static Window window(const Stage& s, int l) {
+    return {s.height, s.width, s.convolutions[l].size};
+  }
+
+  void tools(Arena& arena, bool vjp) {
+    int64_t canvas = 0, points = 0;
+    for (int l = 0; l < s.layers; ++l) {
+      const int64_t channels = max(s.convolutions[l].in, s.convolutions[l].out);
+      canvas = max(canvas, Canvas<T>{nullptr, bands[l].largest, channels}.size());
+      points = max(points, Points<T>{nullptr, bands[l].largest, channels}.size());
+    }
+    pixels = arena.take<T>(canvas);
+    left = arena.take<T>(points);
+    right = arena.take<T>(points);
+    if (vjp) scratch = arena.take<T>(bands[0].largest.pixels() * kPanel<T>);
+    moments.mean = arena.take<double>(2 * max_channels(s));
+    moments.deviation = moments.mean + max_channels(s);
+  }
+
+  template <class S>
+  const S* parameter(int64_t n, int l, int which) const {
+    return static_cast<const S*>(s.parameters[n * s.count + l * kPerLayer + which]);
+  }
+
+  // One worker's share of a layer; the vectors are everyone's.
+  template <class S>
+  void pack_layer(Layer& to, int64_t n, int l) {
+    const auto [in, out, size] = s.convolutions[l];
+    const S* const w = parameter<S>(n, l, Weight);
+    const int64_t taps = size * size;
+    pack_points(to.w, in, l, [=](int64_t i, int64_t o, int64_t t) {
+      return i < in && o < out ? T(widen(w[(o * in + i) * taps + t])) : T(0);
+    });
+    if (to.w_t.data)
+      pack_points(to.w_t, out, l, [=](int64_t o, int64_t i, int64_t t) {
+        return i < in && o < out ? T(widen(w[(o * in + i) * taps + taps - 1 - t])) : T(0);
+      });
+    if (crew.team.rank > 0) return;
+    to.batch = !parameter<S>(n, l, Mean);
+    const auto vector = [&](T* v, int which, T otherwise) {
+      const S* from = parameter<S>(n, l, which);
+      for (int64_t c = 0; c < padded<T>(out); ++c)
+        v[c] = c >= out ? T(0) : from ? T(widen(from[c])) : otherwise;
+    };
+    vector(to.gamma, Gamma, 1);
+    vector(to.beta, Beta, 0);
+    vector(to.mean, Mean, 0);
+    vector(to.variance, Variance, 1);
+  }
+
+  // to[k, n] ← the window from(k, n, ·) at all points, for one worker's share of the rows k
+  template <class From>
+  void pack_points(Matrix<T> to, int64_t rows, int l, From from) const {
+    const int64_t points = window(s, l).points();
+    const Share share(padded<T>(rows), crew.team.rank, crew.team.size);
+    for (int64_t j = 0; j < to.panels(); ++j)
+      for (int64_t k = share.begin; k < share.end; ++k)
+        for (int c = 0; c < kPanel<T>; c += kLanes<T>) {
+          Vec<T> g[9], u[16];
+          for (int64_t t = 0; t < (points == 1 ? 1 : 9); ++t)
+            for (int lane = 0; lane < kLanes<T>; ++lane)
+              g[t][lane] = from(k, j * kPanel<T> + c + lane, t);
+          if (points == 1) {
+            u[0] = g[0];
+          } else {
+            lift_window(g, u);
+          }
+          for (int64_t point = 0; point < points; ++point)
+            store(weights_at(to, points, point).at(j, k) + c, u[point]);
+        }
+  }
+
+  // use(j, m) for every output panel j, with m the points of A ∗ W
+  template <class Use>
+  void convolve(Canvas<T> a, Matrix<T> w, Use use) const {
+    const Points<T> v{left, a.band, a.channels}, m{right, a.band, w.columns};
+    analyse(a, v);
+    multiply_points(v, w, m);
+    for (int64_t j = 0; j < w.panels(); ++j) use(j, m);
+  }
+
+  // What stands before layer l's convolution: σ of the input, or of the layer before, normalized.
+  template <class Act>
+  static Activated<T, Act> input_of(const Trace& t, int l) {
+    if (l == 0) return {nullptr, nullptr};
+    return {t.of[l - 1].bn.scale, t.of[l - 1].bn.shift};
+  }
+
+  template <class Act>
+  Canvas<T> paint(Activated<T, Act> activated, Matrix<T> from, Band b) const {
+    const Canvas<T> canvas{pixels, b, from.columns};
+    canvas.fill([&](int64_t j, int64_t pixel, T* to) RESODE_ALWAYS {
+      const auto panel = activated.panel(j);
+      const int64_t offset = (j * from.rows + pixel) * kPanel<T>;
+      to -= offset;
+      for_each_pixel<T>(offset, s.width, [&](int64_t at) RESODE_ALWAYS {
+        Channels<T> value, slope;
+        panel(load_all<Channels<T>>(from.data + at), value, slope);
+        store_all(to + at, value);
+      });
+    });
+    return canvas;
+  }
+
+  // Publishes this thread's two rows of sums and calls f(channel, thread's pair) for all threads'.
+  template <class F>
+  void exchange(int64_t channels, F f) {
+    const int64_t row = max_channels(s), each = 2 * row;
+    double* const all = shared.sums + turn * crew.team.size * each;
+    turn ^= 1;  // the other half may still be read
+    memcpy(all + crew.team.rank * each, moments.mean, each * sizeof(double));
+    crew.meet();
+    for (int64_t c = 0; c < channels; ++c)
+      for (int part = 0; part < crew.team.size; ++part)
+        f(c, part, all[part * each + c], all[part * each + row + c]);
+  }
+
+  void finish_statistics(const Layer& layer, const Normalization<T>& bn, int64_t channels,
+                         int64_t) {
+    const double pixels = double(s.rows);
+    if (!layer.batch) {
+      for (int64_t c = 0; c < padded<T>(channels); ++c)
+        bn.set(c, layer.mean[c], layer.variance[c], s.epsilon);
+    } else {
+      double mean = 0, deviation = 0, count = 0;
+      exchange(padded<T>(channels), [&](int64_t c, int part, double other_mean, double other) {
+        if (part == 0) mean = deviation = count = 0;
+        const Share images(s.rows / (s.height * s.width), part, crew.team.size);
+        const double theirs = double((images.end - images.begin) * s.height * s.width);
+        Moments::merge(mean, deviation, count, other_mean, other, theirs);
+        count += theirs;
+        if (part + 1 < crew.team.size) return;
+        bn.set(c, mean, deviation / pixels, s.epsilon);
+        if (records && crew.team.rank == 0 && c < channels) {
+          records[c] = T(mean);
+          records[channels + c] = T(deviation / (pixels - 1));
+        }
+      });
+    }
+    if (records) records += 2 * channels;
+  }
+
+  template <class Act>
+  void vjp_layer(const Weights& w, Matrix<T> p, Trace& t, Matrix<T> g, const Gradient<T>& sum,
+                 Update<T> update, int l) {
+    const auto [in, out, _] = s.convolutions[l];
+    const Layer& layer = w.layers[l];
+    auto& at = t.of[l];
+    const T* const dy = l + 1 == s.layers ? g.data : at.dy;
+    const Products products{moments.mean, moments.deviation};
+    if (l + 1 == s.layers) {
+      std::fill_n(products.plain, 2 * max_channels(s), 0.0);
+      for (int64_t j = 0; j < ceil_div(out, kPanel<T>); ++j)
+        for_each_run(p.rows, [&](int64_t q, int64_t pixels) {
+          const int64_t offset = (j * p.rows + q) * kPanel<T>;
+          products.add(j * kPanel<T>, dy + offset, at.z + offset, at.bn.mean, pixels);
+        });
+    }
+    finish_products(layer, at.bn, sum.of[l * kPerLayer + Gamma].data,
+                    sum.of[l * kPerLayer + Beta].data, sum.fresh, out);
+
+    T* const weight_sum = sum.of[l * kPerLayer + Weight].data;
+    bool below = !update.empty();  // whether anything before this layer is wanted
+    for (int k = 0; k < l * kPerLayer; ++k) below = below || sum.of[k].data;
+    if (!weight_sum && !below) return;
+
+    const Matrix<T> input{l == 0 ? p.data : t.of[l - 1].z, p.rows, in};
+    const auto activated = input_of<Act>(t, l);
+    const NormalizedGradient<T> gradient{dy, at.z, at.bn, layer.batch};
+    if (l > 0) std::fill_n(products.plain, 2 * max_channels(s), 0.0);
+    bool fresh = sum.fresh;
+    bands[l].for_each(p.rows / (s.height * s.width), [&](Band b) {
+      const auto paint_dz = [&](int64_t j, int64_t pixel, T* to) RESODE_ALWAYS {
+        gradient(j, (j * p.rows + pixel) * kPanel<T>, to, s.width);
+      };
+      const Canvas<T> dz{pixels, b, out};
+      if (weight_sum) {
+        const Points<T> v{left, b, in}, d{right, b, out};
+        analyse(paint(activated, input, b), v);
+        dz.fill(paint_dz);
+        spread(dz, d);
+        multiply_points_transposed(v, d, Matrix<T>{weight_sum, b.window.points() * in, out}, fresh);
+        fresh = false;
+      } else {
+        dz.fill(paint_dz);
+      }
+      if (!below) return;
+      convolve(dz, layer.w_t, [&](int64_t j, Points<T> m) {
+        const int64_t offset = (j * p.rows + b.begin()) * kPanel<T>;
+        T* const da = l == 0 ? scratch : t.of[l - 1].dy + offset;
+        synthesise(m, j, da);
+        times_slope(activated.panel(j), input.data + offset, b.pixels(), da);
+        if (l == 0) {
+          for_each_pixel<T>(0, b.pixels(), [&](int64_t at) RESODE_ALWAYS {
+            const Vec<T> v[2] = {load(da + at), load(da + at + kLanes<T>)};
+            update(offset + at, v);
+          });
+        } else {
+          products.add(j * kPanel<T>, da, input.data + offset, t.of[l - 1].bn.mean, b.pixels());
+        }
+      });
+    });
+  }
+
+  // da ← da ⊙ σ'(u), with z where u is computed from
+  template <class Panel>
+  static void times_slope(Panel activated, const T* z, int64_t pixels, T* da) {
+    for_each_pixel<T>(0, pixels, [&](int64_t at) RESODE_ALWAYS {
+      Channels<T> value, slope;
+      activated(load_all<Channels<T>>(z + at), value, slope);
+      store_all(da + at, load_all<Channels<T>>(da + at) * slope);
+    });
+  }
+
+  // f(first, count) for runs of pixels short enough to be summed up in the stream's dtype.
+  template <class F>
+  static void for_each_run(int64_t pixels, F f) {
+    constexpr int64_t kRun = 256;
+    for (int64_t q = 0; q < pixels; q += kRun) f(q, min(kRun, pixels - q));
+  }
+
+  // ∇γ, ∇β (this thread's part) and k1, k2 (everyone's)
+  void finish_products(const Layer& layer, const Normalization<T>& bn, T* gamma, T* beta,
+                       bool fresh, int64_t channels) {
+    for (int64_t c = 0; c < padded<T>(channels); ++c) {
+      if (gamma) gamma[c] = T(moments.deviation[c] * bn.root[c] + (fresh ? 0 : gamma[c]));
+      if (beta) beta[c] = T(moments.mean[c] + (fresh ? 0 : beta[c]));
+    }
+    if (!layer.batch) return;
+    double plain = 0, centered = 0;
+    exchange(padded<T>(channels), [&](int64_t c, int part, double theirs, double their_centered) {
+      if (part == 0) plain = centered = 0;
+      plain += theirs;
+      centered += their_centered;
+      bn.k1[c] = T(plain / double(s.rows));
+      bn.k2[c] = T(centered * bn.root[c] * bn.root[c] / double(s.rows));
+    });
+  }
+};
+
+}  // namespace

@@ -1,0 +1,314 @@
+// Convolutions of stride 1 that keep the size of the image (zero padding), as matrix products. The
+// pixels of a batch are the rows of a Matrix, image by image and line by line.
+//
+// A window of 1 × 1 is one product. A window of 3 × 3 is sixteen smaller ones, by Winograd's
+// minimal filtering F(2×2, 3×3) (Lavin and Gray 2016): the image is cut into patches of 2 × 2
+// results, and each patch, the 4 × 4 pixels d it depends on and the window g become 16 numbers,
+// "points",
+//
+//     V = Bᵀ d B,   U = G g Gᵀ,   M = V ⊙ U,   z = Aᵀ M A
+//
+//          ⎡1  0 −1  0⎤        ⎡ 1   0   0⎤
+//     Bᵀ = ⎢0  1  1  0⎥    G = ⎢1/2 1/2 1/2⎥    Aᵀ = ⎡1 1  1  0⎤
+//          ⎢0 −1  1  0⎥        ⎢1/2−1/2 1/2⎥         ⎣0 1 −1 −1⎦
+//          ⎣0  1  0 −1⎦        ⎣ 0   0   1⎦
+//
+// Summed over input channels, M is at each of the 16 points a product of matrices, patches × inputs
+// by inputs × outputs: 4 multiplications per result, input and output instead of 9. The gradient of
+// the weights is the transpose of that: with D = A dz Aᵀ it is Gᵀ (Σ Vᵀ D) G, the sum over patches.
+// The gradient of the image is a convolution with the turned window.
+//
+// All coefficients are 0, ±1 and 1/2, and the sums over channels are nine times shorter than those
+// of the plain formula: rounding errors stay at the level of a direct convolution's
+// (tests/test_accuracy.py).
+
+#pragma once
+
+#include "epilogues.h"
+#include "gemm.h"
+
+namespace {
+
+// A window of size × size pixels, 1 or 3, on images of height × width.
+struct Window {
+  int64_t height, width;
+  int size;
+
+  int64_t rim() const { return size / 2; }
+  int64_t patch() const { return size == 3 ? 2 : 1; }  // results on a side of a patch
+  int64_t points() const { return size == 3 ? 16 : 1; }
+  int64_t patches(int64_t length) const { return ceil_div(length, patch()); }
+};
+
+// Some pixels of a batch: `lines` lines of each of `images` images, from line `top` of image
+// `first` on. Either whole images, or a band of one that begins with a whole patch.
+struct Band {
+  Window window;
+  int64_t first, images, top, lines;
+
+  int64_t pixels() const { return images * lines * window.width; }
+  int64_t begin() const { return (first * window.height + top) * window.width; }
+  int64_t patches() const { return images * window.patches(lines) * window.patches(window.width); }
+};
+
+// The pixels of a band in whole patches and with a rim of zeros, or of the pixels around the band.
+template <class T>
+struct Canvas {
+  T* data;
+  Band band;
+  int64_t channels;
+
+  // From one line to the next: the zeros right of a line are those left of the next.
+  int64_t pitch() const { return whole(band.window.width) + band.window.rim(); }
+  int64_t lines() const { return whole(band.lines) + 2 * band.window.rim(); }
+  int64_t positions() const { return band.images * lines() * pitch() + band.window.rim(); }
+  int64_t panels() const { return ceil_div(channels, kPanel<T>); }
+  int64_t size() const { return positions() * panels() * kPanel<T>; }
+
+  // The upper left pixel that a patch's results depend on.
+  T* corner(int64_t panel, int64_t image, int64_t patch_line) const {
+    const int64_t line = image * lines() + patch_line * band.window.patch();
+    return data + (panel * positions() + line * pitch()) * kPanel<T>;
+  }
+
+  // Calls paint(panel, pixel, to) for every line that lies on an image: it writes the line's
+  // `width` pixels, which begin at row `pixel` of the batch. Everything else becomes zero.
+  template <class Paint>
+  void fill(Paint paint) const {
+    const Window w = band.window;
+    for (int64_t j = 0; j < panels(); ++j) {
+      T* to = corner(j, 0, 0);
+      for (int64_t image = band.first; image < band.first + band.images; ++image)
+        for (int64_t line = 0; line < lines(); ++line) {
+          const int64_t y = band.top + line - w.rim();
+          to = zeros(to, w.rim());
+          if (y < 0 || y >= w.height) {
+            to = zeros(to, whole(w.width));
+          } else {
+            paint(j, (image * w.height + y) * w.width, to);
+            to = zeros(to + w.width * kPanel<T>, whole(w.width) - w.width);
+          }
+        }
+      zeros(to, w.rim());
+    }
+  }
+
+ private:
+  int64_t whole(int64_t length) const { return band.window.patches(length) * band.window.patch(); }
+
+  static T* zeros(T* to, int64_t pixels) {
+    memset(to, 0, pixels * kPanel<T> * sizeof(T));
+    return to + pixels * kPanel<T>;
+  }
+};
+
+// One matrix per point, patches × channels.
+template <class T>
+struct Points {
+  T* data;
+  Band band;
+  int64_t channels;
+
+  Matrix<T> at(int64_t point) const {
+    Matrix<T> m{data, band.patches(), channels};
+    m.data += point * m.size();
+    return m;
+  }
+  int64_t size() const { return band.window.points() * at(0).size(); }
+};
+
+// The matrices Bᵀ, Aᵀ and A applied to the elements of a vector.
+template <class V>
+RESODE_INLINE void times_b(const V (&d)[4], V (&v)[4]) {
+  v[0] = d[0] - d[2];
+  v[1] = d[1] + d[2];
+  v[2] = d[2] - d[1];
+  v[3] = d[1] - d[3];
+}
+template <class V>
+RESODE_INLINE void times_a_t(const V (&m)[4], V& first, V& second) {
+  first = m[0] + m[1] + m[2];
+  second = m[1] - m[2] - m[3];
+}
+template <class V>
+RESODE_INLINE void times_a(V first, V second, V (&d)[4]) {
+  d[0] = first;
+  d[1] = first + second;
+  d[2] = first - second;
+  d[3] = -second;
+}
+
+// f(panel and half of it, image, line of patches, index of its first patch)
+template <class T, class F>
+void for_each_line(Band b, int64_t panels, F f) {
+  const int64_t lines = b.window.patches(b.lines), across = b.window.patches(b.window.width);
+  for (int64_t j = 0; j < panels; ++j)
+    for (int64_t image = 0; image < b.images; ++image)
+      for (int64_t line = 0; line < lines; ++line)
+        for (int c = 0; c < kPanel<T>; c += kLanes<T>)
+          f(j, c, image, line, (image * lines + line) * across);
+}
+
+// v ← Bᵀ d B for every patch; for a window of 1 × 1 a copy.
+template <class T>
+void analyse(Canvas<T> d, Points<T> v) {
+  const int64_t across = d.band.window.patches(d.band.window.width);
+  const int64_t stride = v.at(0).size(), pitch = d.pitch() * kPanel<T>;
+  for_each_line<T>(
+      d.band, d.panels(), [=](int64_t j, int c, int64_t image, int64_t line, int64_t patch) {
+        const T* from = d.corner(j, image, line) + c;
+        T* to = v.at(0).at(j, patch) + c;
+        if (d.band.window.size == 1) {
+          for (int64_t x = 0; x < across; ++x)
+            store(to + x * kPanel<T>, load(from + x * kPanel<T>));
+          return;
+        }
+        // Two of a patch's four columns are the next patch's first two.
+        Vec<T> columns[4][4];
+        const auto column = [&](int64_t x, Vec<T>(&out)[4]) RESODE_ALWAYS {
+          Vec<T> pixels[4];
+#pragma GCC unroll 4
+          for (int y = 0; y < 4; ++y) pixels[y] = load(from + y * pitch + x * kPanel<T>);
+          times_b(pixels, out);
+        };
+        column(0, columns[0]);
+        column(1, columns[1]);
+        for (int64_t x = 0; x < across; ++x, to += kPanel<T>) {
+          column(2 * x + 2, columns[2]);
+          column(2 * x + 3, columns[3]);
+#pragma GCC unroll 4
+          for (int y = 0; y < 4; ++y) {
+            const Vec<T> row[4] = {columns[0][y], columns[1][y], columns[2][y], columns[3][y]};
+            Vec<T> out[4];
+            times_b(row, out);
+#pragma GCC unroll 4
+            for (int k = 0; k < 4; ++k) store(to + (4 * y + k) * stride, out[k]);
+            columns[0][y] = row[2];
+            columns[1][y] = row[3];
+          }
+        }
+      });
+}
+
+// d ← A dz Aᵀ for every patch; for a window of 1 × 1 a copy.
+template <class T>
+void spread(Canvas<T> dz, Points<T> d) {
+  if (dz.band.window.size == 1) return analyse(dz, d);
+  const int64_t across = dz.band.window.patches(dz.band.window.width);
+  const int64_t stride = d.at(0).size(), pitch = dz.pitch() * kPanel<T>;
+  for_each_line<T>(
+      dz.band, dz.panels(), [=](int64_t j, int c, int64_t image, int64_t line, int64_t patch) {
+        const T* from = dz.corner(j, image, line) + pitch + kPanel<T> + c;  // inside the rim
+        T* to = d.at(0).at(j, patch) + c;
+        for (int64_t x = 0; x < across; ++x, from += 2 * kPanel<T>, to += kPanel<T>) {
+          Vec<T> left[4], right[4];
+          times_a(load(from), load(from + pitch), left);
+          times_a(load(from + kPanel<T>), load(from + pitch + kPanel<T>), right);
+#pragma GCC unroll 4
+          for (int y = 0; y < 4; ++y) {
+            Vec<T> out[4];
+            times_a(left[y], right[y], out);
+#pragma GCC unroll 4
+            for (int k = 0; k < 4; ++k) store(to + (4 * y + k) * stride, out[k]);
+          }
+        }
+      });
+}
+
+// z ← Aᵀ m A for panel j of every patch: the band's pixels, one after the other.
+template <class T>
+void synthesise(Points<T> m, int64_t j, T* z) {
+  const Band b = m.band;
+  const int64_t width = b.window.width, stride = m.at(0).size();
+  if (b.window.size == 1) {
+    memcpy(z, m.at(0).at(j, 0), b.pixels() * kPanel<T> * sizeof(T));
+    return;
+  }
+  for_each_line<T>(b, 1, [=](int64_t, int c, int64_t image, int64_t line, int64_t patch) {
+    const T* from = m.at(0).at(j, patch) + c;
+    T* const to = z + (image * b.lines + 2 * line) * width * kPanel<T> + c;
+    const bool second = 2 * line + 1 < b.lines;
+    for (int64_t x = 0; x < width; x += 2, from += kPanel<T>) {
+      Vec<T> upper[4], lower[4];
+#pragma GCC unroll 4
+      for (int k = 0; k < 4; ++k) {
+        const Vec<T> column[4] = {load(from + k * stride), load(from + (4 + k) * stride),
+                                  load(from + (8 + k) * stride), load(from + (12 + k) * stride)};
+        times_a_t(column, upper[k], lower[k]);
+      }
+      Vec<T> out[4];
+      times_a_t(upper, out[0], out[1]);
+      times_a_t(lower, out[2], out[3]);
+      T* const at = to + x * kPanel<T>;
+      store(at, out[0]);
+      if (second) store(at + width * kPanel<T>, out[2]);
+      if (x + 1 == width) continue;
+      store(at + kPanel<T>, out[1]);
+      if (second) store(at + (width + 1) * kPanel<T>, out[3]);
+    }
+  });
+}
+
+// A layer's weights at all points: inputs × outputs each, `rows` being the padded inputs.
+template <class T>
+Matrix<T> weights_at(Matrix<T> w, int64_t points, int64_t point) {
+  Matrix<T> m{w.data, w.rows / points, w.columns};
+  m.data += point * m.size();
+  return m;
+}
+
+// m ← v u at every point
+template <class T>
+void multiply_points(Points<T> v, Matrix<T> u, Points<T> m) {
+  const int64_t points = v.band.window.points();
+  for (int64_t k = 0; k < points; ++k)
+    multiply(v.at(k), weights_at(u, points, k), nullptr, Accumulate<T>{m.at(k).data, true});
+}
+
+// sum ← vᵀ d at every point, added to what is there unless fresh
+template <class T>
+void multiply_points_transposed(Points<T> v, Points<T> d, Matrix<T> sum, bool fresh) {
+  const int64_t points = v.band.window.points();
+  for (int64_t k = 0; k < points; ++k)
+    multiply_transposed(v.at(k), d.at(k), Accumulate<T>{weights_at(sum, points, k).data, fresh});
+}
+
+// The window of one input and some outputs (lanes) at all points: u = G g Gᵀ
+template <class V>
+void lift_window(const V (&g)[9], V (&u)[16]) {
+  V rows[4][3];
+  for (int x = 0; x < 3; ++x) {
+    const V outer = (g[x] + g[6 + x]) * 0.5f, inner = g[3 + x] * 0.5f;
+    rows[0][x] = g[x];
+    rows[1][x] = outer + inner;
+    rows[2][x] = outer - inner;
+    rows[3][x] = g[6 + x];
+  }
+  for (int y = 0; y < 4; ++y) {
+    const V outer = (rows[y][0] + rows[y][2]) * 0.5f, inner = rows[y][1] * 0.5f;
+    u[4 * y] = rows[y][0];
+    u[4 * y + 1] = outer + inner;
+    u[4 * y + 2] = outer - inner;
+    u[4 * y + 3] = rows[y][2];
+  }
+}
+
+// Its transpose: g = Gᵀ u G
+template <class V>
+void lower_window(const V (&u)[16], V (&g)[9]) {
+  V rows[3][4];
+  for (int x = 0; x < 4; ++x) {
+    const V sum = (u[4 + x] + u[8 + x]) * 0.5f, difference = (u[4 + x] - u[8 + x]) * 0.5f;
+    rows[0][x] = u[x] + sum;
+    rows[1][x] = difference;
+    rows[2][x] = sum + u[12 + x];
+  }
+  for (int y = 0; y < 3; ++y) {
+    const V sum = (rows[y][1] + rows[y][2]) * 0.5f, difference = (rows[y][1] - rows[y][2]) * 0.5f;
+    g[3 * y] = rows[y][0] + sum;
+    g[3 * y + 1] = difference;
+    g[3 * y + 2] = sum + rows[y][3];
+  }
+}
+
+}  // namespace

@@ -1,0 +1,147 @@
+// Batch normalization in pieces that fuse with the convolutions around it.
+//
+// With mean μ and variance v of a channel over all pixels, r = 1/√(v + ε), scale a = γ r and shift
+// b = β − a μ:
+//
+//     apply      y = a z + b
+//     gradient   ∇β = Σ dy,  ∇γ = r Σ dy (z − μ),
+//                dz = a (dy − k1 − (z − μ) k2),  k1 = Σ dy / count,  k2 = r² Σ dy (z − μ) / count
+//
+// where μ and v are constants, k1 = k2 = 0. Sums over a run of pixels are formed in the stream's
+// dtype while the run is in the cache, sums of runs in double; threads add up theirs in their
+// order.
+
+#pragma once
+
+#include <cmath>
+
+#include "epilogues.h"
+
+namespace {
+
+// Everything that one layer's normalization needs, per channel (padded); all but γ and β belong to
+// one evaluation.
+template <class T>
+struct Normalization {
+  const T *gamma, *beta;
+  T *mean, *root, *scale, *shift;  // μ, r, a, b
+  T *k1, *k2;
+
+  void set(int64_t c, double mu, double variance, double epsilon) const {
+    const double r = 1 / std::sqrt(variance + epsilon), a = double(gamma[c]) * r;
+    mean[c] = T(mu);
+    root[c] = T(r);
+    scale[c] = T(a);
+    shift[c] = T(double(beta[c]) - a * mu);
+  }
+};
+
+// f(low and high half of a pixel's channels, offset) for a run of pixels of one panel.
+template <class T, class F>
+RESODE_INLINE void for_each_pixel(int64_t offset, int64_t pixels, F f) {
+  for (const int64_t end = offset + pixels * kPanel<T>; offset < end; offset += kPanel<T>)
+    f(offset);
+}
+
+template <class T>
+using Channels = Pair<Vec<T>>;  // of one panel
+
+// Count, mean and sum of squared deviations of what has been seen, per channel. Runs are merged by
+// the formula of Chan, Golub and LeVeque (1979), which does not cancel.
+struct Moments {
+  double *mean, *deviation;
+
+  static void merge(double& mean, double& deviation, double count, double other_mean,
+                    double other_deviation, double other_count) {
+    const double delta = other_mean - mean, total = count + other_count;
+    if (total == 0) return;
+    mean += delta * (other_count / total);
+    deviation += other_deviation + delta * delta * (count * other_count / total);
+  }
+
+  // The run of pixels that begins at z, in channels c … c + P; `seen` pixels came before it.
+  template <class T>
+  void add(int64_t c, const T* z, int64_t pixels, int64_t seen) const {
+    using V = Channels<T>;
+    constexpr int kChains = 4;  // so that latency is hidden
+    V sums[kChains] = {};
+    int64_t q = 0;
+    for (; q + kChains <= pixels; q += kChains)
+#pragma GCC unroll 4
+      for (int k = 0; k < kChains; ++k) sums[k] = sums[k] + load_all<V>(z + (q + k) * kPanel<T>);
+    for (; q < pixels; ++q) sums[0] = sums[0] + load_all<V>(z + q * kPanel<T>);
+    const V middle = ((sums[0] + sums[1]) + (sums[2] + sums[3])) * (T(1) / T(pixels));
+    // The deviations from this rounded mean also tell what it is off by.
+    V rest[2] = {}, squares[2] = {};
+    const auto deviate = [&](int k, int64_t q) RESODE_ALWAYS {
+      const V d = load_all<V>(z + q * kPanel<T>) - middle;
+      rest[k] = rest[k] + d;
+      squares[k] = squares[k] + d * d;
+    };
+    for (q = 0; q + 2 <= pixels; q += 2) deviate(0, q), deviate(1, q + 1);
+    if (q < pixels) deviate(0, q);
+    T means[kPanel<T>], rests[kPanel<T>], deviations[kPanel<T>];
+    store_all(means, middle);
+    store_all(rests, rest[0] + rest[1]);
+    store_all(deviations, squares[0] + squares[1]);
+    for (int i = 0; i < kPanel<T>; ++i) {
+      const double off = double(rests[i]) / double(pixels);
+      merge(mean[c + i], deviation[c + i], double(seen), means[i] + off,
+            deviations[i] - off * rests[i], double(pixels));
+    }
+  }
+};
+
+// Σ dy and Σ dy (z − μ), per channel.
+struct Products {
+  double *plain, *centered;
+
+  template <class T>
+  void add(int64_t c, const T* dy, const T* z, const T* mean, int64_t pixels) const {
+    using V = Channels<T>;
+    const V mu = load_all<V>(mean + c);
+    V sums[2] = {}, products[2] = {};
+    const auto multiply = [&](int k, int64_t q) RESODE_ALWAYS {
+      const V g = load_all<V>(dy + q * kPanel<T>);
+      sums[k] = sums[k] + g;
+      products[k] = products[k] + g * (load_all<V>(z + q * kPanel<T>) - mu);
+    };
+    int64_t q = 0;
+    for (; q + 2 <= pixels; q += 2) multiply(0, q), multiply(1, q + 1);
+    if (q < pixels) multiply(0, q);
+    T s[kPanel<T>], p[kPanel<T>];
+    store_all(s, sums[0] + sums[1]);
+    store_all(p, products[0] + products[1]);
+    for (int i = 0; i < kPanel<T>; ++i) {
+      plain[c + i] += double(s[i]);
+      centered[c + i] += double(p[i]);
+    }
+  }
+};
+
+// σ(a z + b), or σ(z) where nothing is normalized, and its slope.
+template <class T, class Act>
+struct Activated {
+  const T *scale, *shift;  // null: not normalized
+
+  struct Panel {
+    Channels<T> scale, shift;
+    bool normalized;
+
+    RESODE_INLINE void operator()(Channels<T> z, Channels<T>& value, Channels<T>& slope) const {
+      Act::template apply<Math<T>>(normalized ? z * scale + shift : z, value, slope);
+    }
+  };
+
+  RESODE_INLINE Panel panel(int64_t j) const {
+    Panel panel{};
+    panel.normalized = scale;
+    if (scale) {
+      panel.scale = load_all<Channels<T>>(scale + j * kPanel<T>);
+      panel.shift = load_all<Channels<T>>(shift + j * kPanel<T>);
+    }
+    return panel;
+  }
+};
+
+}  // namespace
