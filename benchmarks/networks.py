@@ -66,7 +66,7 @@ class Network:
                 parameter.copy_(scale * self._draw(parameter.shape, generator))
         self.layers = [
             [p[n].detach().clone().requires_grad_() for p in self.stage.parameters()]
-            for n in range(self.stage.blocks)
+            for n in range(self.stage.num_blocks)
         ]
         batch = torch.randn(2, config.batch, config.dim, generator=generator)
         self.x, self.cotangent = batch.to(config.device)

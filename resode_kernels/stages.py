@@ -15,25 +15,24 @@ from .options import How, choice, positive_int
 class Stage(nn.Module):
     """What all stages share: a depth, tied or untied blocks and the options of ``How``."""
 
-    def __init__(self, dim: int, depth: int, tied: bool, options: dict[str, Any]) -> None:
+    def __init__(self, depth: int, tied: bool, options: dict[str, Any]) -> None:
         super().__init__()
-        positive_int("dim", dim)
         positive_int("depth", depth)
-        self.dim, self.depth, self.tied = dim, depth, tied
+        self.depth, self.tied = depth, tied
         self.how = How.from_options(options)
 
     @property
-    def blocks(self) -> int:
+    def num_blocks(self) -> int:
         """The number of blocks that have parameters of their own."""
         return 1 if self.tied else self.how.blocks(self.depth)
 
     def configure(self, **options: Any) -> Stage:
         """Changes options, say ``stage.configure(backward="stored")``; returns the stage."""
         how = How.from_options({**vars(self.how), **options})
-        if not self.tied and how.blocks(self.depth) != self.blocks:
+        if not self.tied and how.blocks(self.depth) != self.num_blocks:
             raise ValueError(
                 f"scheme={how.scheme!r} takes {how.blocks(self.depth)} blocks at depth "
-                f"{self.depth}, but this stage has {self.blocks}; make a new stage"
+                f"{self.depth}, but this stage has {self.num_blocks}; make a new stage"
             )
         self.how = how
         return self
@@ -41,7 +40,7 @@ class Stage(nn.Module):
     def extra_repr(self) -> str:
         changed = [f"{k}={v!r}" for k, v in vars(self.how).items() if v != getattr(How, k)]
         tied = ["tied=True"] if self.tied else []
-        return ", ".join([f"dim={self.dim}", f"depth={self.depth}", *tied, *changed])
+        return ", ".join([f"depth={self.depth}", *tied, *changed])
 
 
 class MLPStage(Stage):
@@ -65,13 +64,14 @@ class MLPStage(Stage):
         dtype: torch.dtype | None = None,
         **how: Any,
     ) -> None:
-        super().__init__(dim, depth, tied, how)
+        super().__init__(depth, tied, how)
+        positive_int("dim", dim)
         positive_int("hidden", hidden)
         choice("activation", activation, functional.ACTIVATIONS)
-        self.hidden, self.activation = hidden, activation
+        self.dim, self.hidden, self.activation = dim, hidden, activation
 
         def parameter(*shape: int) -> nn.Parameter:
-            return nn.Parameter(torch.empty(self.blocks, *shape, device=device, dtype=dtype))
+            return nn.Parameter(torch.empty(self.num_blocks, *shape, device=device, dtype=dtype))
 
         self.w1 = parameter(hidden, dim)
         self.b1 = parameter(hidden) if bias else None
@@ -93,6 +93,7 @@ class MLPStage(Stage):
         bias = [] if self.b1 is not None else ["bias=False"]
         return ", ".join(
             [
+                f"dim={self.dim}",
                 super().extra_repr(),
                 f"hidden={self.hidden}",
                 f"activation={self.activation!r}",
@@ -117,8 +118,12 @@ class LinearStage(Stage):
         dtype: torch.dtype | None = None,
         **how: Any,
     ) -> None:
-        super().__init__(dim, depth, tied, how)
-        self.weight = nn.Parameter(torch.empty(self.blocks, dim, dim, device=device, dtype=dtype))
+        super().__init__(depth, tied, how)
+        positive_int("dim", dim)
+        self.dim = dim
+        self.weight = nn.Parameter(
+            torch.empty(self.num_blocks, dim, dim, device=device, dtype=dtype)
+        )
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -126,6 +131,9 @@ class LinearStage(Stage):
 
     def forward(self, x: Tensor) -> Tensor:
         return functional.run_linear(x, self.weight, self.depth, self.how)
+
+    def extra_repr(self) -> str:
+        return f"dim={self.dim}, {super().extra_repr()}"
 
 
 def _init_linear(weight: nn.Parameter, bias: nn.Parameter | None) -> None:
