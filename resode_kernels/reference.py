@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -40,7 +40,7 @@ def scaled(a: float, x: Any) -> Any:
 Pullback = Callable[[Any], tuple[Any, tuple[Any, ...]]]
 
 
-class Block(Protocol):
+class Block:
     """A residual function f and its parameters θ.
 
     ``k`` numbers the evaluations that the forward pass makes. On the way back it says which of them
@@ -49,9 +49,11 @@ class Block(Protocol):
 
     def f(self, x: Any, k: int) -> Any:
         """The residual function at x."""
+        raise NotImplementedError
 
     def linearize(self, x: Any, k: int, wrt_x: bool = True) -> tuple[Any, Pullback]:
         """f(x), and the map from g to ∂_x f(x)ᵀ g (None unless ``wrt_x``) and every ∂_θ f(x)ᵀ g."""
+        raise NotImplementedError
 
     def repeats(self, k: int, j: int) -> bool:
         """Whether evaluations k and j are of the same function."""

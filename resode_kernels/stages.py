@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from . import functional
 from .options import How, choice, positive_int
+from .replay import State
 
 
 class Stage(nn.Module):
@@ -134,6 +135,56 @@ class LinearStage(Stage):
 
     def extra_repr(self) -> str:
         return f"dim={self.dim}, {super().extra_repr()}"
+
+
+class ResidualStage(Stage):
+    """Residual steps whose f is any module: x + h block(x, *args, **kwargs).
+
+    blocks  modules computing f (not x + f: see ``residual_branch``) that keep the shape of x: a
+            list, ``nn.Sequential`` or ``nn.ModuleList``, one per step, with ``scheme="heun"`` one
+            more; or one module with ``depth``: tied, it serves every step. The same module
+            throughout is tied too
+    how     see ``options.How``; ``step=1.0`` makes the classical x + f(x)
+
+    ``stage(x, *args, **kwargs)`` passes the arguments on to every block; tensors among them get
+    their gradients. x is a tensor, or a tuple of tensors and f returns a tuple.
+
+    In the backward pass blocks run again, with the parameters, buffers, random numbers (of torch's
+    global generators), train/eval mode and autocast of the forward pass. Nothing of that shows but
+    in forward hooks of the blocks and attributes that their ``forward`` sets. Under
+    ``torch.compile`` a stage is a graph break; its blocks may be compiled.
+    """
+
+    def __init__(self, blocks: functional.Blocks, *, depth: int | None = None, **how: Any) -> None:
+        options = How.from_options(how)
+        modules = functional.block_list(blocks, depth, options)
+        steps = functional.steps(depth, len(modules), options)
+        tied = all(module is modules[0] for module in modules) and (
+            len(modules) > 1 or depth is not None
+        )
+        super().__init__(steps, tied, how)
+        self.blocks = nn.ModuleList(modules[:1] if tied else modules)
+
+    def forward(self, x: State, *args: Any, **kwargs: Any) -> State:
+        return functional.run_residual(list(self.blocks), x, args, kwargs, self.depth, self.how)
+
+
+def residual_branch(block: nn.Module) -> ResidualBranch:
+    """The residual function of a block that computes x + f(x), or of any other that keeps the shape
+    of x: block(x, …) − x. With ``step=1.0`` a stage of such branches is the stack of the blocks."""
+    return ResidualBranch(block)
+
+
+class ResidualBranch(nn.Module):
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        self.block = block
+
+    def forward(self, x: Any, *args: Any, **kwargs: Any) -> Any:
+        y = self.block(x, *args, **kwargs)
+        if isinstance(x, tuple):
+            return tuple(new - old for new, old in zip(y, x, strict=True))
+        return y - x
 
 
 def _init_linear(weight: nn.Parameter, bias: nn.Parameter | None) -> None:

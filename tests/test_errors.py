@@ -51,7 +51,7 @@ def mlp_arguments(**changes: Any) -> dict[str, Any]:
         ({"w2": None}, TypeError, "w2 must be a tensor, not None"),
         ({"w1": None}, TypeError, "w1 must be a tensor, not None"),
         ({"x": [1.0] * 6}, TypeError, "x must be a tensor, not .*list"),
-        ({"depth": 7}, ValueError, "depth=7 .*takes 7 blocks .*hold 5"),
+        ({"depth": 7}, ValueError, "depth=7 .*takes 7 blocks .*not 5"),
         ({"depth": 0}, ValueError, "depth must be at least 1, not 0"),
         ({"depth": 2.0}, TypeError, "depth must be an int, not 2.0"),
         ({"activation": "softmax"}, ValueError, "activation must be one of 'relu'.*'softmax'"),
