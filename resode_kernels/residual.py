@@ -258,18 +258,18 @@ def run(
     stored: bool,
 ) -> Any:
     """A stage whose blocks are ``modules``. ``stored``: plain autograd, nothing is replayed."""
-    x = like(x, [t.clone() if t.is_inference() else t for t in parts(x)])
-    call = Call(x, args, kwargs)
-    if torch.is_grad_enabled() and not stored:
-        parameters, slots = trainable(modules)
-        tensors = (*parts(x), *call.tensors, *parameters)
-        if any(t.requires_grad for t in tensors):
-            call.tensors = []
-            return ResidualFunction.apply(Pass(modules, method, x, call, slots), *tensors)
-    blocks = [PlainBlock(n, module, call) for n, module in enumerate(modules)]
-    scheme = reference.SCHEMES[method.scheme](blocks, method.step)
     grad = torch.is_grad_enabled()
-    # Not in inference mode, whose tensors do not tell when a block works in place on them.
-    with torch.inference_mode(False), torch.set_grad_enabled(grad), call.filled(call.tensors):
-        y, _ = reference.forward(scheme, in_stream(x))
-    return call.given(y)
+    # Not in inference mode: its tensors do not tell when a block works in place on them.
+    with torch.inference_mode(False), torch.set_grad_enabled(grad):
+        x = like(x, [t.clone() if t.is_inference() else t for t in parts(x)])
+        call = Call(x, args, kwargs)
+        if grad and not stored:
+            parameters, slots = trainable(modules)
+            tensors = (*parts(x), *call.tensors, *parameters)
+            if any(t.requires_grad for t in tensors):
+                call.tensors = []
+                return ResidualFunction.apply(Pass(modules, method, x, call, slots), *tensors)
+        blocks = [PlainBlock(n, module, call) for n, module in enumerate(modules)]
+        scheme = reference.SCHEMES[method.scheme](blocks, method.step)
+        with call.filled(call.tensors):
+            return call.given(reference.forward(scheme, in_stream(x))[0])
