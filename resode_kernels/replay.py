@@ -8,6 +8,7 @@ of having done so in buffers, generators or modes.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
@@ -145,6 +146,7 @@ class ReplayedBlock(PlainBlock):
         self.around = around
         self.notes: dict[int, Evaluation] = {}
         modules = list(module.modules())
+        self.sharded = any(map(is_sharded, modules))
         self.modes = [(m, m.training) for m in modules]
         self.keys = [(m, key) for m in modules for key, b in m._buffers.items() if b is not None]
         self.inputs: list[Tensor] = []
@@ -182,6 +184,7 @@ class ReplayedBlock(PlainBlock):
         return [(m, key, m._buffers[key]) for m, key in self.keys]  # type: ignore[misc]
 
     def linearize(self, x: State, k: int, wrt_x: bool = True) -> tuple[Any, reference.Pullback]:
+        wrt_x = wrt_x or self.sharded  # FSDP reduces gradients when that of the input is there
         given = like(x, [t.detach().requires_grad_(wrt_x) for t in parts(self.call.given(x))])
         states = parts(given) if wrt_x else ()
         inputs = (*states, *self.inputs)
@@ -200,12 +203,22 @@ class ReplayedBlock(PlainBlock):
             if not outputs:
                 return None, (None,) * len(self.inputs)
             with self.buffers_at(k):  # a checkpoint inside the module runs it again now
-                grads = torch.autograd.grad(
-                    [t for t, _ in outputs], inputs, [g for _, g in outputs], allow_unused=True
-                )
+                grads = self.vjp([t for t, _ in outputs], [g for _, g in outputs], inputs)
             return like(x, grads[: len(states)]) if wrt_x else None, grads[len(states) :]
 
         return as_states(x, [t.detach() for t in y]), pullback
+
+    def vjp(
+        self, outputs: Sequence[Tensor], cotangents: Sequence[Tensor], inputs: Sequence[Tensor]
+    ) -> tuple[Tensor | None, ...]:
+        if not self.sharded:
+            return torch.autograd.grad(outputs, inputs, cotangents, allow_unused=True)
+        # The module's parameters get their gradients by FSDP's hooks, in a backward() of its own.
+        torch.autograd.backward(outputs, cotangents)
+        grads = tuple(t.grad for t in inputs)
+        for t in inputs:
+            t.grad = None
+        return grads
 
     @contextmanager
     def as_at(self, k: int) -> Iterator[None]:
@@ -227,6 +240,8 @@ class ReplayedBlock(PlainBlock):
 
     def refuse_foreign_leaves(self, y: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
         """Raises if y depends on a leaf that no one would give its gradient."""
+        if self.sharded:  # ``backward()`` reaches every leaf
+            return
         known = {id(t) for t in inputs}
         for leaf in leaves_of(y):
             if id(leaf) not in known:
@@ -235,6 +250,13 @@ class ReplayedBlock(PlainBlock):
                     "is neither its parameter nor an argument, so that its gradient would be lost: "
                     "pass it, or what is computed from it, as stage(x, tensor), or detach it"
                 )
+
+
+def is_sharded(module: nn.Module) -> bool:
+    """Whether ``fully_shard`` was applied to the module: FSDP puts its parameters in place while it
+    runs, and reduces their gradients itself."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # not imported: nothing is sharded
+    return fsdp is not None and isinstance(module, fsdp.FSDPModule)
 
 
 def leaves_of(outputs: Sequence[Tensor]) -> Iterator[Tensor]:

@@ -3,7 +3,8 @@
 Every state, argument and trainable parameter enters the Function and every gradient is returned
 from it: no nested ``backward()``, no writes to ``.grad``. A block's own VJP is autograd's, taken
 with respect to *stand-ins*: detached aliases that the modules hold instead of their parameters for
-the time of the backward pass. So hooks on the parameters see the finished gradient, once.
+the time of the backward pass. So hooks on the parameters see the finished gradient, once. (Blocks
+that are FSDP units of their own are the exception: FSDP gives their parameters the gradients.)
 """
 
 from __future__ import annotations
@@ -19,7 +20,17 @@ from . import reference
 from .autograd import Undifferentiable
 from .options import Method
 from .problem import stream_dtype
-from .replay import Call, PlainBlock, ReplayedBlock, State, Surroundings, in_stream, like, parts
+from .replay import (
+    Call,
+    PlainBlock,
+    ReplayedBlock,
+    State,
+    Surroundings,
+    in_stream,
+    is_sharded,
+    like,
+    parts,
+)
 
 # --------------------------------------------------------------------------------------- parameters
 
@@ -41,17 +52,19 @@ class Slot(NamedTuple):
 def trainable(
     modules: Sequence[nn.Module],
 ) -> tuple[list[nn.Parameter], dict[nn.Module, list[Slot]]]:
-    """The parameters that require grad, each once, and where each module keeps which."""
+    """The parameters that require grad, each once, and where each module keeps which. Parameters
+    that FSDP manages inside a module have no slots: it puts them in place."""
     numbers: dict[nn.Parameter, int] = {}
-    slots = {
-        module: [
-            Slot(owner, name, numbers.setdefault(p, len(numbers)))
-            for owner in module.modules()
-            for name, p in owner._parameters.items()
-            if p is not None and p.requires_grad
-        ]
-        for module in dict.fromkeys(modules)
-    }
+    slots: dict[nn.Module, list[Slot]] = {}
+    for module in dict.fromkeys(modules):
+        managed = {m for unit in module.modules() if is_sharded(unit) for m in unit.modules()}
+        slots[module] = []
+        for owner in module.modules():
+            for name, p in owner._parameters.items():
+                if p is not None and p.requires_grad:
+                    slot = Slot(owner, name, numbers.setdefault(p, len(numbers)))
+                    if owner not in managed:
+                        slots[module].append(slot)
     return list(numbers), slots
 
 
@@ -113,6 +126,23 @@ class Pass:
         self.blocks = [distinct[module] for module in modules]
         self.slots = {distinct[module]: places for module, places in slots.items()}
         self.scheme = reference.SCHEMES[method.scheme](self.blocks, method.step)
+        self.refuse_sharing_sharded_blocks()
+
+    def refuse_sharing_sharded_blocks(self) -> None:
+        """FSDP reduces the gradients of a unit once in a backward pass, unless it is the root."""
+        if not any(block.sharded for block in self.blocks):
+            return
+        seen: set[nn.Module] = set()
+        for n in range(self.scheme.steps):
+            for block in self.blocks[n : n + 1 + len(self.blocks) - self.scheme.steps]:
+                units = {m for m in block.module.modules() if is_sharded(m)}
+                if units & seen:
+                    raise RuntimeError(
+                        f"{block} is an FSDP unit (fully_shard) and serves more than one "
+                        "evaluation, for which FSDP would lose gradients: shard the whole stage, "
+                        "fully_shard(stage), or use backward='stored'"
+                    )
+                seen |= units
 
     def split(self, tensors: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any], Sequence[Any]]:
         """States, arguments, parameters."""
@@ -141,7 +171,7 @@ class Pass:
         first = next(
             n
             for n, block in enumerate(self.blocks)
-            if any(parameters[slot.number] for slot in self.slots[block])
+            if block.sharded or any(parameters[slot.number] for slot in self.slots[block])
         )
         return max(0, first - (len(self.blocks) - self.scheme.steps))
 
