@@ -23,13 +23,27 @@ import matplotlib.pyplot as plt
 import torch
 from matplotlib.ticker import FuncFormatter, NullFormatter
 from measure import in_fresh_process, interleaved, machine, peak_memory
-from networks import CHECKPOINT, RULES, STANDARD, WEIGHTS, Config, Network
+from networks import (
+    CHECKPOINT,
+    NETWORKS,
+    PER_BLOCK,
+    RULES,
+    STANDARD,
+    WEIGHTS,
+    Config,
+    Network,
+    make_network,
+)
 from tqdm import tqdm
 
-CONTESTANTS = (STANDARD, CHECKPOINT, *RULES)
-COLOURS = dict(
-    zip(CONTESTANTS, ("#4d4d4d", "#b07aa1", "#e69f00", "#0072b2", "#009e73"), strict=True)
-)
+COLOURS = {
+    STANDARD: "#4d4d4d",
+    PER_BLOCK: "#d37295",
+    CHECKPOINT: "#b07aa1",
+    "paper": "#e69f00",
+    "refined": "#0072b2",
+    "predicted": "#009e73",
+}
 
 
 @dataclass
@@ -48,10 +62,10 @@ class Point:
 
 def step_memory(config: Config, contestant: str) -> int:
     """Runs in a process of its own."""
-    warm = Network(replace(config, depth=4))
+    warm = make_network(replace(config, depth=4))
     warm.contestants()[contestant]()
     warm.forget()
-    network = Network(config)
+    network = make_network(config)
     return peak_memory(network.contestants()[contestant], config.device)
 
 
@@ -75,21 +89,22 @@ def compare_gradients(network: Network) -> dict[str, float]:
 
 def measure(config: Config, depths: list[int]) -> list[Point]:
     points = []
-    with tqdm(total=2 * len(depths) * len(CONTESTANTS), unit="point", leave=False) as bar:
+    names = NETWORKS[config.stage].contestant_names
+    with tqdm(total=2 * len(depths) * len(names), unit="point", leave=False) as bar:
         for depth in depths:
             config = replace(config, depth=depth)
             peaks = {}
-            for name in CONTESTANTS:
+            for name in names:
                 bar.set_description(f"memory, depth {depth}, {name}")
                 peaks[name] = in_fresh_process(step_memory, config, name)
                 bar.update()
             bar.set_description(f"time, depth {depth}")
-            network = Network(config)
+            network = make_network(config)
             errors = compare_gradients(network)
             times = interleaved(
                 network.contestants(), after=network.forget, device=config.device, seconds=4
             )
-            bar.update(len(CONTESTANTS))
+            bar.update(len(names))
             points += [
                 Point(
                     depth, name, peaks[name], t.median, t.low, t.high,
@@ -101,7 +116,7 @@ def measure(config: Config, depths: list[int]) -> list[Point]:
 
 
 def parameter_bytes(config: Config) -> int:
-    return sum(p.nbytes for p in Network(replace(config, batch=1)).stage.parameters())
+    return sum(p.nbytes for p in make_network(replace(config, batch=1)).stage.parameters())
 
 
 # ---------------------------------------------------------------------------------------- output
@@ -114,7 +129,7 @@ def megabytes(count: float | None) -> str:
 
 
 def table(points: list[Point]) -> str:
-    width = max(map(len, CONTESTANTS))
+    width = max(len(p.contestant) for p in points)
     head = (
         f"{'depth':>6}  {'':<{width}}  {'peak memory':>13}  {'time/step':>10}  {'vs standard':>11}"
         f"  {'gradient error':>14}"
@@ -123,7 +138,7 @@ def table(points: list[Point]) -> str:
     for p in points:
         if p.contestant == STANDARD and p is not points[0]:
             lines.append("")
-        error = "exact" if p.contestant in (STANDARD, CHECKPOINT) else f"{p.gradient_error:.1e}"
+        error = f"{p.gradient_error:.1e}" if p.contestant in RULES else "exact"
         lines.append(
             f"{p.depth:>6}  {p.contestant:<{width}}  {megabytes(p.peak_bytes):>13}  "
             f"{1e3 * p.seconds:>7,.1f} ms  {p.time_ratio:>9.2f} x  {error:>14}"
@@ -133,7 +148,7 @@ def table(points: list[Point]) -> str:
 
 def plot(points: list[Point], config: Config, path: Path) -> None:
     figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.4), constrained_layout=True)
-    for name in CONTESTANTS:
+    for name in NETWORKS[config.stage].contestant_names:
         mine = [p for p in points if p.contestant == name]
         style = {
             "color": COLOURS[name],
@@ -166,9 +181,10 @@ def plot(points: list[Point], config: Config, path: Path) -> None:
         axes.xaxis.set_minor_formatter(NullFormatter())
         axes.grid(alpha=0.25)
         axes.spines[["top", "right"]].set_visible(False)
-    shape = f"width {config.dim}" + (f", hidden {config.hidden}" if config.stage == "mlp" else "")
+    hidden = "" if config.stage == "linear" else f", hidden {config.hidden}"
     figure.suptitle(
-        f"Residual {config.stage.upper()} stage, {config.scheme}, {shape}, batch {config.batch}"
+        f"{NETWORKS[config.stage].title}, {config.scheme}, width {config.dim}{hidden}, "
+        f"batch {config.batch}"
     )
     figure.savefig(path, dpi=150)
 
@@ -178,7 +194,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--device", default="cpu", help="cpu or cuda (default: cpu)")
-    parser.add_argument("--stage", default="mlp", choices=["mlp", "linear"])
+    parser.add_argument("--stage", default="mlp", choices=list(NETWORKS))
     parser.add_argument("--scheme", default="euler", choices=["euler", "heun"])
     parser.add_argument(
         "--weights",
@@ -188,20 +204,25 @@ def main() -> None:
         "between two draws), or tied",
     )
     parser.add_argument("--dim", type=int, default=64, help="width of the state (default: 64)")
-    parser.add_argument("--hidden", type=int, help="width of the hidden layer (default: dim)")
+    parser.add_argument(
+        "--hidden", type=int, help="width of the hidden layer (default: dim; residual: 4 dim)"
+    )
     parser.add_argument("--batch", type=int, default=1024, help="default: 1024")
     parser.add_argument(
         "--depths",
         type=int,
         nargs="+",
-        default=[4, 16, 64, 256, 1024],
-        help="default: 4 16 64 256 1024",
+        help="default: 4 16 64 256 1024 (residual: 4 16 64 256)",
     )
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     args = parser.parse_args()
     if args.device != "cpu" and not torch.cuda.is_available():
         parser.error(f"--device {args.device}: torch finds no GPU here")
-    if min(args.dim, args.hidden or 1, args.batch, *args.depths) < 1:
+    kind = NETWORKS[args.stage]
+    depths = sorted(args.depths or kind.depths)
+    if args.hidden is None:
+        args.hidden = kind.hidden_factor * args.dim
+    if min(args.dim, args.hidden, args.batch, *depths) < 1:
         parser.error("--dim, --hidden, --batch and --depths must be at least 1")
 
     config = Config(
@@ -209,7 +230,7 @@ def main() -> None:
         scheme=args.scheme,
         weights=args.weights,
         dim=args.dim,
-        hidden=args.hidden or args.dim,
+        hidden=args.hidden,
         batch=args.batch,
         device=args.device,
     )
@@ -217,11 +238,12 @@ def main() -> None:
         f"{config.stage} stage, {config.scheme}, {config.weights} weights, dim {config.dim}, "
         f"hidden {config.hidden}, batch {config.batch}, float32\n{machine()}\n"
     )
-    points = measure(config, sorted(args.depths))
+    points = measure(config, depths)
     print(table(points))
 
     args.out.mkdir(parents=True, exist_ok=True)
-    csv_path, png_path = args.out / "memory_vs_depth.csv", args.out / "memory_vs_depth.png"
+    name = "memory_vs_depth" + ("_residual" if args.stage == "residual" else "")
+    csv_path, png_path = args.out / f"{name}.csv", args.out / f"{name}.png"
     with csv_path.open("w", newline="") as file:
         rows = [{**asdict(config), **asdict(p), "machine": machine()} for p in points]
         writer = csv.DictWriter(file, rows[0])

@@ -13,12 +13,13 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import resode_kernels as rk
 
 STANDARD = "standard backprop"
+PER_BLOCK = "checkpoint, per block"
 CHECKPOINT = "checkpoint, √N segments"
 RULES = ("paper", "refined", "predicted")
 WEIGHTS = ("independent", "smooth", "tied")
@@ -41,36 +42,121 @@ class Config:
     device: str = "cpu"
     activation: str = "tanh"
 
+    @property
+    def tied(self) -> bool:
+        return self.weights == "tied"
+
 
 class Network:
-    """The network as a stage and as the plain PyTorch loop that anyone would write, with one tensor
-    per layer's parameter, all holding the same numbers."""
+    """A network as a stage and as the plain PyTorch loop that anyone would write, with the same
+    numbers in both. A kind of network says what its stage is and what f its loop calls."""
+
+    title: str
+    contestant_names: tuple[str, ...] = (STANDARD, CHECKPOINT, *RULES)
+    depths: tuple[int, ...] = (4, 16, 64, 256, 1024)
+    """To measure by default."""
+    hidden_factor = 1
+    """hidden / dim by default."""
+
+    stage: rk.Stage
+    x: Tensor
+    cotangent: Tensor
 
     def __init__(self, config: Config) -> None:
         self.config = config
-        generator = torch.Generator().manual_seed(0)
-        options: dict[str, Any] = {
-            "tied": config.weights == "tied",
-            "scheme": config.scheme,
-            "device": config.device,
+        self.output: Tensor | None = None
+
+    def f(self, n: int, x: Tensor) -> Tensor:
+        """Block n in the plain loop."""
+        raise NotImplementedError
+
+    def parameters(self) -> list[nn.Parameter | Tensor]:
+        """Those of the stage and of the loop."""
+        raise NotImplementedError
+
+    def gradients(self) -> Tensor:
+        """All parameter gradients of the step just taken, as one vector."""
+        raise NotImplementedError
+
+    # -- training steps
+
+    def contestants(self) -> dict[str, Callable[[], None]]:
+        depth = self.config.depth
+        steps = {
+            STANDARD: lambda: self._train(lambda x: self._steps(0, depth, x)),
+            PER_BLOCK: lambda: self._train(lambda x: self._checkpointed(1, x)),
+            CHECKPOINT: lambda: self._train(
+                lambda x: self._checkpointed(math.ceil(math.sqrt(depth)), x)
+            ),
         }
-        if config.stage == "linear":
-            self.stage: rk.Stage = rk.LinearStage(config.dim, config.depth, **options)
-        else:
-            self.stage = rk.MLPStage(
-                config.dim, config.hidden, config.depth, config.activation, **options
-            )
+        for rule in RULES:
+            steps[rule] = lambda rule=rule: self._train(self.stage.configure(reverse=rule))
+        return {name: steps[name] for name in self.contestant_names}
+
+    def forget(self) -> None:
+        """Drops gradients and the output, as between two steps."""
+        self.output = None
+        for p in self.parameters():
+            p.grad = None
+
+    def _train(self, forward: Callable[[Tensor], Tensor]) -> None:
+        x = self.x.detach().requires_grad_()
+        y = forward(x)
+        self.output = y.detach()
+        y.backward(self.cotangent)
+
+    def _checkpointed(self, length: int, x: Tensor) -> Tensor:
+        for begin in range(0, self.config.depth, length):
+            end = min(begin + length, self.config.depth)
+            x = checkpoint(self._steps, begin, end, x, use_reentrant=False)
+        return x
+
+    def _steps(self, begin: int, end: int, x: Tensor) -> Tensor:
+        h = 1 / self.config.depth
+        for n in range(begin, end):
+            a = self.f(n, x)
+            if self.config.scheme == "heun":
+                a = (a + self.f(n + 1, torch.add(x, a, alpha=h))) * 0.5
+            x = torch.add(x, a, alpha=h)
+        return x
+
+
+class StackedNetwork(Network):
+    """A stage with the parameters of all blocks in one tensor; the loop has one per layer."""
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        generator = torch.Generator().manual_seed(0)
+        self.stage = self.make_stage(tied=config.tied, scheme=config.scheme, device=config.device)
         for parameter in self.stage.parameters():
             scale = parameter.shape[-1] ** -0.5 if parameter.dim() == 3 else 0.1
             with torch.no_grad():
                 parameter.copy_(scale * self._draw(parameter.shape, generator))
         self.layers = [
             [p[n].detach().clone().requires_grad_() for p in self.stage.parameters()]
-            for n in range(self.stage.blocks)
+            for n in range(self.stage.num_blocks)
         ]
         batch = torch.randn(2, config.batch, config.dim, generator=generator)
         self.x, self.cotangent = batch.to(config.device)
-        self.output: Tensor | None = None
+
+    def make_stage(self, **options: Any) -> rk.Stage:
+        raise NotImplementedError
+
+    def layer(self, n: int) -> list[Tensor]:
+        return self.layers[0 if self.config.tied else n]
+
+    def parameters(self) -> list[nn.Parameter | Tensor]:
+        return [*self.stage.parameters(), *(p for layer in self.layers for p in layer)]
+
+    def gradients(self) -> Tensor:
+        if self.layers[0][0].grad is not None:
+            grads = [
+                torch.stack([layer[i].grad for layer in self.layers])
+                for i in range(len(self.layers[0]))
+            ]
+        else:
+            grads = [p.grad for p in self.stage.parameters()]
+        return torch.cat([g.flatten() for g in grads])
 
     def _draw(self, shape: torch.Size, generator: torch.Generator) -> Tensor:
         """Standard normal entries: one draw per layer, or linear in depth between two draws."""
@@ -80,73 +166,114 @@ class Network:
         t = torch.linspace(0, 1, shape[0]).view(-1, *[1] * (len(shape) - 1))
         return (1 - t) * first + t * last
 
-    # -- the plain loop
 
-    def _f(self, n: int, x: Tensor) -> Tensor:
-        layer = self.layers[0 if self.config.weights == "tied" else n]
-        if self.config.stage == "linear":
-            return torch.mm(x, layer[0].t())
-        w1, b1, w2, b2 = layer
+class MLPNetwork(StackedNetwork):
+    title = "Residual MLP stage"
+
+    def make_stage(self, **options: Any) -> rk.Stage:
+        c = self.config
+        return rk.MLPStage(c.dim, c.hidden, c.depth, c.activation, **options)
+
+    def f(self, n: int, x: Tensor) -> Tensor:
+        w1, b1, w2, b2 = self.layer(n)
         sigma = getattr(F, self.config.activation)
         return torch.addmm(b2, sigma(torch.addmm(b1, x, w1.t())), w2.t())
 
-    def _steps(self, begin: int, end: int, x: Tensor) -> Tensor:
-        h = 1 / self.config.depth
-        for n in range(begin, end):
-            a = self._f(n, x)
-            if self.config.scheme == "heun":
-                a = (a + self._f(n + 1, torch.add(x, a, alpha=h))) * 0.5
-            x = torch.add(x, a, alpha=h)
-        return x
 
-    def _train(self, forward: Callable[[Tensor], Tensor]) -> None:
-        x = self.x.detach().requires_grad_()
-        y = forward(x)
-        self.output = y.detach()
-        y.backward(self.cotangent)
+class LinearNetwork(StackedNetwork):
+    title = "Residual LINEAR stage"
 
-    # -- training steps
+    def make_stage(self, **options: Any) -> rk.Stage:
+        return rk.LinearStage(self.config.dim, self.config.depth, **options)
 
-    def contestants(self) -> dict[str, Callable[[], None]]:
-        def standard() -> None:
-            self._train(lambda x: self._steps(0, self.config.depth, x))
+    def f(self, n: int, x: Tensor) -> Tensor:
+        return torch.mm(x, self.layer(n)[0].t())
 
-        def checkpointed() -> None:
-            length = math.ceil(math.sqrt(self.config.depth))
 
-            def forward(x: Tensor) -> Tensor:
-                for begin in range(0, self.config.depth, length):
-                    end = min(begin + length, self.config.depth)
-                    x = checkpoint(self._steps, begin, end, x, use_reentrant=False)
-                return x
+class ModuleNetwork(Network):
+    """A stage of modules; the loop calls the same ones."""
 
-            self._train(forward)
+    contestant_names = (STANDARD, PER_BLOCK, CHECKPOINT, *RULES)
+    depths = (4, 16, 64, 256)
 
-        def rule(name: str) -> Callable[[], None]:
-            def train() -> None:
-                self._train(self.stage.configure(reverse=name))
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        torch.manual_seed(0)
+        count = 1 if config.tied else rk.How(scheme=config.scheme).blocks(config.depth)
+        blocks = [self.make_block() for _ in range(count)]
+        if config.weights == "smooth":
+            self._interpolate(blocks)
+        self.stage = rk.ResidualStage(
+            blocks, depth=config.depth, scheme=config.scheme, backend="reference"
+        ).to(config.device)
+        self.x, self.cotangent = torch.randn(2, *self.shape()).to(config.device)
 
-            return train
+    def make_block(self) -> nn.Module:
+        raise NotImplementedError
 
-        return {
-            STANDARD: standard,
-            CHECKPOINT: checkpointed,
-            **{name: rule(name) for name in RULES},
-        }
+    def shape(self) -> tuple[int, ...]:
+        """Of the batch."""
+        raise NotImplementedError
 
-    def forget(self) -> None:
-        """Drops gradients and the output, as between two steps."""
-        self.output = None
-        for p in (*self.stage.parameters(), *(p for layer in self.layers for p in layer)):
-            p.grad = None
+    def f(self, n: int, x: Tensor) -> Tensor:
+        return self.stage.blocks[0 if self.config.tied else n](x)
+
+    def parameters(self) -> list[nn.Parameter | Tensor]:
+        return list(self.stage.parameters())
 
     def gradients(self) -> Tensor:
-        """All parameter gradients of the step just taken, as one vector."""
-        if self.layers[0][0].grad is not None:
-            grads = [
-                torch.stack([layer[i].grad for layer in self.layers])
-                for i in range(len(self.layers[0]))
-            ]
-        else:
-            grads = [p.grad for p in self.stage.parameters()]
-        return torch.cat([g.flatten() for g in grads])
+        return torch.cat([p.grad.flatten() for p in self.stage.parameters()])
+
+    @staticmethod
+    def _interpolate(blocks: list[nn.Module]) -> None:
+        """Parameters linear in depth between those of the first and the last block."""
+        for n, block in enumerate(blocks[1:-1], 1):
+            between = zip(
+                block.parameters(), blocks[0].parameters(), blocks[-1].parameters(), strict=True
+            )
+            with torch.no_grad():
+                for p, first, last in between:
+                    p.copy_(torch.lerp(first, last, n / (len(blocks) - 1)))
+
+
+class TransformerNetwork(ModuleNetwork):
+    """Pre-norm transformer blocks; the batch is split into sequences of 64 tokens."""
+
+    title = "Stage of transformer blocks"
+    hidden_factor = 4
+
+    def make_block(self) -> nn.Module:
+        return TransformerBlock(self.config.dim, self.config.hidden)
+
+    def shape(self) -> tuple[int, ...]:
+        tokens = math.gcd(self.config.batch, 64)
+        return self.config.batch // tokens, tokens, self.config.dim
+
+
+class TransformerBlock(nn.Module):
+    """f(x) = a + MLP(norm(x + a)), a = attention(norm(x)): what such a block adds to x."""
+
+    def __init__(self, dim: int, hidden: int) -> None:
+        super().__init__()
+        self.heads = max(1, dim // 64)
+        self.norm1, self.norm2 = nn.LayerNorm(dim), nn.LayerNorm(dim)
+        self.qkv, self.out = nn.Linear(dim, 3 * dim), nn.Linear(dim, dim)
+        self.mlp = nn.Sequential(nn.Linear(dim, hidden), nn.GELU(), nn.Linear(hidden, dim))
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, tokens, dim = x.shape
+        qkv = self.qkv(self.norm1(x)).view(batch, tokens, 3, self.heads, -1)
+        y = F.scaled_dot_product_attention(*qkv.permute(2, 0, 3, 1, 4))
+        a = self.out(y.transpose(1, 2).reshape(batch, tokens, dim))
+        return a + self.mlp(self.norm2(x + a))
+
+
+NETWORKS: dict[str, type[Network]] = {
+    "mlp": MLPNetwork,
+    "linear": LinearNetwork,
+    "residual": TransformerNetwork,
+}
+
+
+def make_network(config: Config) -> Network:
+    return NETWORKS[config.stage](config)

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from memory_vs_depth import compare_gradients
-from networks import PRODUCTS, Config, Network
+from networks import PRODUCTS, Config, Network, make_network
 
 SHAPES = [(64, 1024, 64), (256, 1024, 8), (64, 32, 64)]
 
@@ -20,7 +20,7 @@ SHAPES = [(64, 1024, 64), (256, 1024, 8), (64, 32, 64)]
 @pytest.fixture(scope="module", params=SHAPES, ids=lambda s: "dim{}-batch{}-depth{}".format(*s))
 def network(request: pytest.FixtureRequest) -> Network:
     dim, batch, depth = request.param
-    network = Network(Config(dim=dim, hidden=dim, batch=batch, depth=depth))
+    network = make_network(Config(dim=dim, hidden=dim, batch=batch, depth=depth))
     compare_gradients(network)  # refuses outputs that disagree
     return network
 

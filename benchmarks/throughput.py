@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 from measure import interleaved, machine
 from memory_vs_depth import compare_gradients
-from networks import PRODUCTS, RULES, STANDARD, WEIGHTS, Config, Network
+from networks import PRODUCTS, RULES, STANDARD, WEIGHTS, Config, make_network
 from tqdm import tqdm
 
 from resode_kernels.backends import cpp
@@ -28,7 +28,7 @@ SHAPES = ("64,1024,256", "128,2048,64", "256,1024,32", "64,32,256")
 
 
 def measure(config: Config) -> list[dict[str, object]]:
-    network = Network(config)
+    network = make_network(config)
     errors = compare_gradients(network)
     peaks: list[float] = []
     contestants = {name: step for name, step in network.contestants().items() if name in PRODUCTS}

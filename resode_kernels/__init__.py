@@ -11,6 +11,15 @@ __version__ = version("resode_kernels")
 from . import functional
 from .backends import BackendUnavailableError
 from .options import How
-from .stages import LinearStage, MLPStage, Stage
+from .stages import LinearStage, MLPStage, ResidualStage, Stage, residual_branch
 
-__all__ = ["BackendUnavailableError", "How", "LinearStage", "MLPStage", "Stage", "functional"]
+__all__ = [
+    "BackendUnavailableError",
+    "How",
+    "LinearStage",
+    "MLPStage",
+    "ResidualStage",
+    "Stage",
+    "functional",
+    "residual_branch",
+]

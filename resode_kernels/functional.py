@@ -3,14 +3,17 @@ options that all of them take."""
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from . import autograd, backends
+from . import autograd, backends, residual
 from .options import How, choice, positive_int
 from .problem import Problem
+from .replay import State, parts
 
 ACTIVATIONS = ("relu", "tanh", "gelu", "silu")
 DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
@@ -56,6 +59,88 @@ def linear_stage(x: Tensor, weight: Tensor, *, depth: int | None = None, **how: 
     return run_linear(x, weight, depth, How.from_options(how))
 
 
+def residual_stage(
+    blocks: Blocks, x: State, *args: Any, depth: int | None = None, **kwargs: Any
+) -> State:
+    """Residual steps whose f is any module: x + h block(x, *args, **kwargs).
+
+    blocks   modules computing f (not x + f), one per step, with ``scheme="heun"`` one more
+    x        a tensor, or a tuple of tensors; then f returns a tuple of the same shapes
+    args     go to every block, as do keywords that are not options of ``How``. Tensors among them
+             (in lists and dicts too) get their gradients
+    depth    the number of steps, given with one block: it is tied, and serves every step
+    returns  as x
+
+    A block's own keyword that has the name of an option (``step``, ``order``) cannot be passed this
+    way; ``ResidualStage`` takes its options earlier and passes every keyword on.
+    """
+    options = {key: kwargs.pop(key) for key in How.__dataclass_fields__ if key in kwargs}
+    how = How.from_options(options)
+    modules = block_list(blocks, depth, how)
+    for n, module in enumerate(modules):
+        taken = options.keys() & inspect.signature(module.forward).parameters.keys()
+        if taken:
+            raise TypeError(
+                f"{min(taken)} is an option of the stage and an argument of block {n} "
+                f"({type(module).__name__}): use ResidualStage, which takes its options apart"
+            )
+    return run_residual(modules, x, args, kwargs, steps(depth, len(modules), how), how)
+
+
+Blocks = Sequence[nn.Module] | nn.Sequential | nn.ModuleList | nn.Module
+
+
+def block_list(blocks: Blocks, depth: int | None, how: How) -> list[nn.Module]:
+    """The blocks, one by one. One alone serves every step."""
+    if depth is not None and isinstance(blocks, nn.Sequential) and len(blocks) > 1:
+        if len(blocks) == how.blocks(depth):
+            raise ValueError(
+                f"blocks: with depth={depth} an nn.Sequential of {len(blocks)} could be that many "
+                "blocks or one, tied; write blocks without depth, or [blocks]"
+            )
+        blocks = [blocks]
+    if isinstance(blocks, nn.Sequential | nn.ModuleList | list | tuple):
+        modules = list(blocks)
+    elif isinstance(blocks, nn.Module):
+        if depth is None:
+            raise ValueError("depth: blocks is one module; give the number of steps it serves")
+        modules = [blocks]
+    else:
+        raise TypeError(f"blocks must be a list of modules or one module, not {type(blocks)}")
+    for n, module in enumerate(modules):
+        if not isinstance(module, nn.Module):
+            raise TypeError(f"blocks[{n}] must be an nn.Module, not {module!r}")
+    if not modules:
+        raise ValueError("blocks must hold at least one module, but is empty")
+    return modules
+
+
+def run_residual(
+    modules: Sequence[nn.Module],
+    x: State,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    depth: int,
+    how: How,
+) -> State:
+    for i, part in enumerate(parts(x)):
+        name = f"x[{i}]" if isinstance(x, tuple) else "x"
+        if _tensor(name, part).dtype not in DTYPES:
+            raise TypeError(f"{name} must be of a floating-point dtype, not {part.dtype}")
+    if not parts(x):
+        raise ValueError("x must hold at least one tensor, but is an empty tuple")
+    if how.backend not in ("auto", "reference"):
+        raise backends.BackendUnavailableError(
+            f"backend={how.backend!r} is not available: blocks that are modules run in PyTorch "
+            "(backend='auto' or 'reference')"
+        )
+    blocks = list(modules) * how.blocks(depth) if len(modules) == 1 else modules
+    result: State = residual.run(
+        blocks, x, args, kwargs, how.method(depth), stored=how.backward == "stored"
+    )
+    return result
+
+
 def run_mlp(
     x: Tensor,
     w1: Tensor,
@@ -92,14 +177,14 @@ def _run(
     tensors, shapes = zip(*parameters.values(), strict=True)
     blocks, dim = shapes[0][0], shapes[0][-1]
     _check(x, dim, parameters)
-    method = how.method(_depth(depth, blocks, how))
+    method = how.method(steps(depth, blocks, how))
     backend = backends.choose(how.backend, x.device)
     problem = Problem(block, activation, tuple(tensors), method)
     y, _ = autograd.run(x.reshape(-1, dim), problem, backend)
     return y.reshape(x.shape)
 
 
-def _depth(depth: int | None, blocks: int, how: How) -> int:
+def steps(depth: int | None, blocks: int, how: How) -> int:
     if depth is None:
         depth = blocks - (how.blocks(1) - 1)
         if depth < 1:
@@ -111,7 +196,7 @@ def _depth(depth: int | None, blocks: int, how: How) -> int:
     if blocks not in (1, how.blocks(depth)):
         raise ValueError(
             f"depth={depth} with scheme={how.scheme!r} takes {how.blocks(depth)} blocks "
-            f"(or 1, tied), but the parameters hold {blocks}"
+            f"(or 1, tied), not {blocks}"
         )
     return depth
 

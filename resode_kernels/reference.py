@@ -1,9 +1,11 @@
-"""The mathematics of the package in plain PyTorch: the specification of every kernel.
+"""The mathematics of the package in plain PyTorch: the specification of every kernel, and the
+engine that runs stages of arbitrary modules.
 
 A stage makes N steps  x[n+1] = x[n] + h φ_n(x[n]).  The way back starts at x[N] with the cotangent
 g = ∂L/∂x[N]; at each step a rule chooses a point p, takes the step's vector-Jacobian product (VJP)
-there, and moves the state back. Nothing below knows what a block computes: a block is any object
-with ``f(x)`` and ``vjp(x, g)``, and states are anything with ``+``, ``-`` and ``*``.
+there, and moves the state back by the evaluation that the VJP made. Nothing below knows what a
+block computes: a block is any object with ``f`` and ``linearize``, and states are tensors, tuples
+of tensors, or anything else with ``+`` and ``*``.
 """
 
 from __future__ import annotations
@@ -11,24 +13,54 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+# ---------------------------------------------------------------------------------------- states
+
+
+def axpy(x: Any, a: float, y: Any) -> Any:
+    """x + a y, in one pass over memory. A y (or an entry of it) that is None stands for zero."""
+    if y is None:
+        return x
+    if isinstance(x, tuple):
+        return tuple(axpy(u, a, v) for u, v in zip(x, y, strict=True))
+    return torch.add(x, y, alpha=a) if isinstance(x, Tensor) else x + a * y
+
+
+def scaled(a: float, x: Any) -> Any:
+    return tuple(scaled(a, u) for u in x) if isinstance(x, tuple) else a * x
+
+
 # ---------------------------------------------------------------------------------------- blocks
 
+Pullback = Callable[[Any], tuple[Any, tuple[Any, ...]]]
 
-class Block(Protocol):
-    def f(self, x: Any) -> Any:
+
+class Block:
+    """A residual function f and its parameters θ.
+
+    ``k`` numbers the evaluations that the forward pass makes. On the way back it says which of them
+    is being repeated: a block that draws random numbers draws those of evaluation k again.
+    """
+
+    def f(self, x: Any, k: int) -> Any:
         """The residual function at x."""
+        raise NotImplementedError
 
-    def vjp(self, x: Any, g: Any) -> tuple[Any, tuple[Any, ...]]:
-        """∂_x f(x)ᵀ g, and ∂_θ f(x)ᵀ g for each parameter θ."""
+    def linearize(self, x: Any, k: int, wrt_x: bool = True) -> tuple[Any, Pullback]:
+        """f(x), and the map from g to ∂_x f(x)ᵀ g (None unless ``wrt_x``) and every ∂_θ f(x)ᵀ g."""
+        raise NotImplementedError
+
+    def repeats(self, k: int, j: int) -> bool:
+        """Whether evaluations k and j are of the same function."""
+        return True
 
 
-class MLP:
+class MLP(Block):
     """f(x) = W2 σ(W1 x + b1) + b2, with the rows of a matrix as x."""
 
     def __init__(
@@ -37,45 +69,53 @@ class MLP:
         self.sigma, self.slope = ACTIVATIONS[activation]
         self.w1, self.b1, self.w2, self.b2 = w1, b1, w2, b2
 
-    def f(self, x: Tensor) -> Tensor:
+    def f(self, x: Tensor, k: int) -> Tensor:
         return F.linear(self.sigma(F.linear(x, self.w1, self.b1)), self.w2, self.b2)
 
-    def vjp(self, x: Tensor, g: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
+    def linearize(self, x: Tensor, k: int, wrt_x: bool = True) -> tuple[Tensor, Pullback]:
         z = F.linear(x, self.w1, self.b1)
-        dz = (g @ self.w2) * self.slope(z)
-        return dz @ self.w1, (dz.T @ x, dz.sum(0), g.T @ self.sigma(z), g.sum(0))
+        u = self.sigma(z)
+
+        def pullback(g: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
+            dz = (g @ self.w2) * self.slope(z)
+            return dz @ self.w1, (dz.T @ x, dz.sum(0), g.T @ u, g.sum(0))
+
+        return F.linear(u, self.w2, self.b2), pullback
 
 
-class Linear:
+class Linear(Block):
     """f(x) = θ x."""
 
     def __init__(self, weight: Tensor) -> None:
         self.weight = weight
 
-    def f(self, x: Tensor) -> Tensor:
+    def f(self, x: Tensor, k: int) -> Tensor:
         return F.linear(x, self.weight)
 
-    def vjp(self, x: Tensor, g: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
-        return g @ self.weight, (g.T @ x,)
+    def linearize(self, x: Tensor, k: int, wrt_x: bool = True) -> tuple[Tensor, Pullback]:
+        return F.linear(x, self.weight), lambda g: (g @ self.weight, (g.T @ x,))
 
 
-class Function:
+class Function(Block):
     """Any function f(x, *parameters), differentiated by autograd."""
 
     def __init__(self, function: Callable[..., Tensor], *parameters: Tensor) -> None:
         self.function, self.parameters = function, parameters
 
-    def f(self, x: Tensor) -> Tensor:
+    def f(self, x: Tensor, k: int) -> Tensor:
         with torch.no_grad():
             return self.function(x, *self.parameters)
 
-    def vjp(self, x: Tensor, g: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
+    def linearize(self, x: Tensor, k: int, wrt_x: bool = True) -> tuple[Tensor, Pullback]:
         with torch.enable_grad():
             x = x.detach().requires_grad_()
-            gradients = torch.autograd.grad(
-                self.function(x, *self.parameters), (x, *self.parameters), g
-            )
-        return gradients[0], gradients[1:]
+            y = self.function(x, *self.parameters)
+
+        def pullback(g: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
+            gx, *grads = torch.autograd.grad(y, (x, *self.parameters), g)
+            return gx, tuple(grads)
+
+        return y.detach(), pullback
 
 
 def normal_cdf(z: Tensor) -> Tensor:
@@ -100,46 +140,73 @@ ACTIVATIONS: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tens
 
 # --------------------------------------------------------------------------------------- schemes
 
+Add = Callable[[Block, tuple[Any, ...]], None]  # takes in a contribution to parameter gradients
+StepPullback = Callable[[Any, Add], Any]  # the cotangent of x[n+1] to that of x[n]
+
 
 class Euler:
-    """φ_n(x) = f_n(x): N blocks make N steps."""
+    """φ_n(x) = f_n(x): N blocks make N steps. Evaluation n of the forward pass is step n's."""
 
     def __init__(self, blocks: Sequence[Block], h: float) -> None:
         self.f, self.h, self.steps = blocks, h, len(blocks)
 
     def slope(self, n: int, x: Any) -> Any:
-        return self.f[n].f(x)
+        """φ_n(x)."""
+        return self.f[n].f(x, n)
 
-    def reverse_slope(self, n: int, x: Any) -> Any:
-        return self.f[n].f(x)
+    def reverse_slope(self, n: int, x: Any, known: Any = None) -> Any:
+        """ψ_n(x). ``known``: f_{n+1}(x), if that is known and ``shares(n + 1)``."""
+        return self.f[n].f(x, n) if known is None else known
 
-    def vjp(self, n: int, p: Any, g: Any) -> tuple[Any, list[tuple[Block, tuple[Any, ...]]]]:
-        """The cotangent of x[n], and contributions to blocks' parameter gradients."""
-        gx, grads = self.f[n].vjp(p, self.h * g)
-        return g + gx, [(self.f[n], grads)]
+    def linearize(self, n: int, x: Any, wrt_x: bool = True) -> tuple[Any, Any, StepPullback]:
+        """φ_n(x), f_n(x) and the step's VJP."""
+        a, back = self.f[n].linearize(x, n, wrt_x)
+
+        def pullback(g: Any, add: Add) -> Any:
+            gx, grads = back(scaled(self.h, g))
+            add(self.f[n], grads)
+            return axpy(g, 1, gx)
+
+        return a, a, pullback
+
+    def shares(self, n: int) -> bool:
+        """Whether f_n(p), evaluated at step n, is what ψ_{n−1}(p) needs."""
+        return n > 0 and self.f[n] is self.f[n - 1] and self.f[n].repeats(n, n - 1)
 
 
 class Heun:
-    """φ_n(x) = (a + b)/2, a = f_n(x), y = x + h a, b = f_{n+1}(y): N + 1 blocks make N steps."""
+    """φ_n(x) = (a + b)/2, a = f_n(x), y = x + h a, b = f_{n+1}(y): N + 1 blocks make N steps.
+    Evaluations 2n and 2n + 1 of the forward pass are a and b of step n."""
 
     def __init__(self, blocks: Sequence[Block], h: float) -> None:
         self.f, self.h, self.steps = blocks, h, len(blocks) - 1
 
     def slope(self, n: int, x: Any) -> Any:
-        a = self.f[n].f(x)
-        b = self.f[n + 1].f(x + self.h * a)
-        return (a + b) * 0.5
+        a = self.f[n].f(x, 2 * n)
+        b = self.f[n + 1].f(axpy(x, self.h, a), 2 * n + 1)
+        return scaled(0.5, axpy(a, 1, b))
 
-    def reverse_slope(self, n: int, x: Any) -> Any:
-        b = self.f[n + 1].f(x)
-        a = self.f[n].f(x - self.h * b)
-        return (a + b) * 0.5
+    def reverse_slope(self, n: int, x: Any, known: Any = None) -> Any:
+        b = self.f[n + 1].f(x, 2 * n + 1) if known is None else known
+        a = self.f[n].f(axpy(x, -self.h, b), 2 * n)
+        return scaled(0.5, axpy(a, 1, b))
 
-    def vjp(self, n: int, p: Any, g: Any) -> tuple[Any, list[tuple[Block, tuple[Any, ...]]]]:
-        y = p + self.h * self.f[n].f(p)
-        gy, grads_b = self.f[n + 1].vjp(y, (self.h / 2) * g)
-        gx, grads_a = self.f[n].vjp(p, (self.h / 2) * g + self.h * gy)
-        return g + gy + gx, [(self.f[n + 1], grads_b), (self.f[n], grads_a)]
+    def linearize(self, n: int, x: Any, wrt_x: bool = True) -> tuple[Any, Any, StepPullback]:
+        a, back_a = self.f[n].linearize(x, 2 * n, wrt_x)
+        b, back_b = self.f[n + 1].linearize(axpy(x, self.h, a), 2 * n + 1)
+
+        def pullback(g: Any, add: Add) -> Any:
+            half = scaled(self.h / 2, g)
+            gy, grads = back_b(half)
+            add(self.f[n + 1], grads)
+            gx, grads = back_a(axpy(half, self.h, gy))
+            add(self.f[n], grads)
+            return axpy(axpy(g, 1, gy), 1, gx)
+
+        return scaled(0.5, axpy(a, 1, b)), a, pullback
+
+    def shares(self, n: int) -> bool:
+        return n > 0 and self.f[n].repeats(2 * n, 2 * n - 1)
 
 
 Scheme = Euler | Heun
@@ -154,7 +221,7 @@ def forward(scheme: Scheme, x: Any, keep_every: int = 0) -> tuple[Any, dict[int,
     for n in range(scheme.steps):
         if keep_every and n and n % keep_every == 0:
             kept[n] = x
-        x = x + scheme.h * scheme.slope(n, x)
+        x = axpy(x, scheme.h, scheme.slope(n, x))
     return x, kept
 
 
@@ -163,61 +230,89 @@ def forward(scheme: Scheme, x: Any, keep_every: int = 0) -> tuple[Any, dict[int,
 EXTRAPOLATION = {1: (1,), 2: (2, -1), 3: (3, -3, 1)}
 
 
-def point(rule: str, order: int, scheme: Scheme, n: int, x: Any, history: Sequence[Any]) -> Any:
+def point(
+    rule: str,
+    order: int,
+    scheme: Scheme,
+    n: int,
+    x: Any,
+    history: Sequence[Any] = (),
+    known: Any = None,
+) -> Any:
     """p of step n, given the state x = x̃[n+1] and the newest evaluations of φ, newest first."""
     h = scheme.h
     if rule == "predicted" and history:
-        newest = zip(EXTRAPOLATION[len(history)], history, strict=True)
-        p = x - h * sum(c * slope for c, slope in newest)
+        p = x
+        for c, slope in zip(EXTRAPOLATION[len(history)], history, strict=True):
+            p = axpy(p, -h * c, slope)
         corrections = order - len(history)
     else:
-        p = x - h * scheme.reverse_slope(n, x)
+        p = axpy(x, -h, scheme.reverse_slope(n, x, known))
         corrections = {"paper": 0, "refined": order - 1, "predicted": order}[rule]
     for _ in range(corrections):
-        p = x - h * scheme.slope(n, p)
+        p = axpy(x, -h, scheme.slope(n, p))
     return p
 
 
-def adjoint_points(
-    rule: str, order: int, scheme: Scheme, x: Any, kept: dict[int, Any]
-) -> Iterator[tuple[int, Any]]:
-    """n and p for n = N − 1 … 0, with the states reconstructed from x = x[N]."""
+def adjoint(
+    rule: str,
+    order: int,
+    scheme: Scheme,
+    x: Any,
+    kept: dict[int, Any],
+    last: int = 0,
+    wrt_x: bool = True,
+) -> Iterator[StepPullback]:
+    """The VJPs of the steps N − 1 … ``last``, at points reconstructed from x = x[N]."""
     history: deque[Any] = deque(maxlen=order)
-    for n in reversed(range(scheme.steps)):
-        x = kept.get(n + 1, x)
-        p = point(rule, order, scheme, n, x, history)
-        yield n, p
+    known = None
+    for n in reversed(range(last, scheme.steps)):
+        if n + 1 in kept:
+            x, known = kept[n + 1], None
+        p = point(rule, order, scheme, n, x, history, known)
+        slope, first, pullback = scheme.linearize(n, p, wrt_x or n > last)
+        yield pullback
         if rule == "paper":
-            x = p
+            x, known = p, first if scheme.shares(n) else None
         else:
-            slope = scheme.slope(n, p)
-            x = x - scheme.h * slope
+            x = axpy(x, -scheme.h, slope)
             if rule == "predicted":
                 history.appendleft(slope)
 
 
-def exact_points(scheme: Scheme, x: Any, kept: dict[int, Any]) -> Iterator[tuple[int, Any]]:
-    """n and x[n] for n = N − 1 … 0, recomputed from x = x[0] and the kept states."""
+def exact(
+    scheme: Scheme, x: Any, kept: dict[int, Any], last: int = 0, wrt_x: bool = True
+) -> Iterator[StepPullback]:
+    """The VJPs of the steps N − 1 … ``last``, at the states themselves: from x = x[0] and from each
+    kept state a segment of steps is computed again."""
     end = scheme.steps
     for begin, start in sorted({**kept, 0: x}.items(), reverse=True):
-        states = [start]
-        for n in range(begin, end - 1):
-            states.append(states[-1] + scheme.h * scheme.slope(n, states[-1]))
-        for n in reversed(range(begin, end)):
-            yield n, states.pop()
+        if end <= last:
+            return
+        x, pullbacks = start, []
+        for n in range(begin, end):
+            if n < last:
+                slope = scheme.slope(n, x)
+            else:
+                slope, _, pullback = scheme.linearize(n, x, wrt_x or n > last)
+                pullbacks.append(pullback)
+            x = axpy(x, scheme.h, slope)
+        while pullbacks:
+            yield pullbacks.pop()
         end = begin
 
 
-def reverse(
-    scheme: Scheme, g: Any, points: Iterator[tuple[int, Any]]
-) -> tuple[Any, dict[Block, tuple[Any, ...]]]:
-    """∂L/∂x[0] and the blocks' parameter gradients, each step's VJP taken at its point."""
-    sums: dict[Block, tuple[Any, ...]] = {}
-    for n, p in points:
-        g, contributions = scheme.vjp(n, p, g)
-        for block, grads in contributions:
-            before = sums.get(block)
-            sums[block] = (
-                tuple(a + b for a, b in zip(before, grads, strict=True)) if before else grads
-            )
-    return g, sums
+def reverse(pullbacks: Iterator[StepPullback], g: Any, add: Add) -> Any:
+    """∂L/∂x[0]; contributions to parameter gradients go to ``add`` as they come."""
+    for pullback in pullbacks:
+        g = pullback(g, add)
+        del pullback  # and what it holds, before the next step needs memory
+    return g
+
+
+class Sums(dict[Block, tuple[Any, ...]]):
+    """The parameter gradients of each block, summed over the steps that use it."""
+
+    def add(self, block: Block, grads: tuple[Any, ...]) -> None:
+        before = self.get(block)
+        self[block] = tuple(a + b for a, b in zip(before, grads, strict=True)) if before else grads

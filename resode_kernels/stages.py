@@ -10,30 +10,30 @@ from torch import Tensor, nn
 
 from . import functional
 from .options import How, choice, positive_int
+from .replay import State
 
 
 class Stage(nn.Module):
     """What all stages share: a depth, tied or untied blocks and the options of ``How``."""
 
-    def __init__(self, dim: int, depth: int, tied: bool, options: dict[str, Any]) -> None:
+    def __init__(self, depth: int, tied: bool, options: dict[str, Any]) -> None:
         super().__init__()
-        positive_int("dim", dim)
         positive_int("depth", depth)
-        self.dim, self.depth, self.tied = dim, depth, tied
+        self.depth, self.tied = depth, tied
         self.how = How.from_options(options)
 
     @property
-    def blocks(self) -> int:
+    def num_blocks(self) -> int:
         """The number of blocks that have parameters of their own."""
         return 1 if self.tied else self.how.blocks(self.depth)
 
     def configure(self, **options: Any) -> Stage:
         """Changes options, say ``stage.configure(backward="stored")``; returns the stage."""
         how = How.from_options({**vars(self.how), **options})
-        if not self.tied and how.blocks(self.depth) != self.blocks:
+        if not self.tied and how.blocks(self.depth) != self.num_blocks:
             raise ValueError(
                 f"scheme={how.scheme!r} takes {how.blocks(self.depth)} blocks at depth "
-                f"{self.depth}, but this stage has {self.blocks}; make a new stage"
+                f"{self.depth}, but this stage has {self.num_blocks}; make a new stage"
             )
         self.how = how
         return self
@@ -41,7 +41,7 @@ class Stage(nn.Module):
     def extra_repr(self) -> str:
         changed = [f"{k}={v!r}" for k, v in vars(self.how).items() if v != getattr(How, k)]
         tied = ["tied=True"] if self.tied else []
-        return ", ".join([f"dim={self.dim}", f"depth={self.depth}", *tied, *changed])
+        return ", ".join([f"depth={self.depth}", *tied, *changed])
 
 
 class MLPStage(Stage):
@@ -65,13 +65,14 @@ class MLPStage(Stage):
         dtype: torch.dtype | None = None,
         **how: Any,
     ) -> None:
-        super().__init__(dim, depth, tied, how)
+        super().__init__(depth, tied, how)
+        positive_int("dim", dim)
         positive_int("hidden", hidden)
         choice("activation", activation, functional.ACTIVATIONS)
-        self.hidden, self.activation = hidden, activation
+        self.dim, self.hidden, self.activation = dim, hidden, activation
 
         def parameter(*shape: int) -> nn.Parameter:
-            return nn.Parameter(torch.empty(self.blocks, *shape, device=device, dtype=dtype))
+            return nn.Parameter(torch.empty(self.num_blocks, *shape, device=device, dtype=dtype))
 
         self.w1 = parameter(hidden, dim)
         self.b1 = parameter(hidden) if bias else None
@@ -93,6 +94,7 @@ class MLPStage(Stage):
         bias = [] if self.b1 is not None else ["bias=False"]
         return ", ".join(
             [
+                f"dim={self.dim}",
                 super().extra_repr(),
                 f"hidden={self.hidden}",
                 f"activation={self.activation!r}",
@@ -117,8 +119,12 @@ class LinearStage(Stage):
         dtype: torch.dtype | None = None,
         **how: Any,
     ) -> None:
-        super().__init__(dim, depth, tied, how)
-        self.weight = nn.Parameter(torch.empty(self.blocks, dim, dim, device=device, dtype=dtype))
+        super().__init__(depth, tied, how)
+        positive_int("dim", dim)
+        self.dim = dim
+        self.weight = nn.Parameter(
+            torch.empty(self.num_blocks, dim, dim, device=device, dtype=dtype)
+        )
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -126,6 +132,59 @@ class LinearStage(Stage):
 
     def forward(self, x: Tensor) -> Tensor:
         return functional.run_linear(x, self.weight, self.depth, self.how)
+
+    def extra_repr(self) -> str:
+        return f"dim={self.dim}, {super().extra_repr()}"
+
+
+class ResidualStage(Stage):
+    """Residual steps whose f is any module: x + h block(x, *args, **kwargs).
+
+    blocks  modules computing f (not x + f: see ``residual_branch``) that keep the shape of x: a
+            list, ``nn.Sequential`` or ``nn.ModuleList``, one per step, with ``scheme="heun"`` one
+            more; or one module with ``depth``: tied, it serves every step. The same module
+            throughout is tied too
+    how     see ``options.How``; ``step=1.0`` makes the classical x + f(x)
+
+    ``stage(x, *args, **kwargs)`` passes the arguments on to every block; tensors among them get
+    their gradients. x is a tensor, or a tuple of tensors and f returns a tuple.
+
+    In the backward pass blocks run again, with the parameters, buffers, random numbers (of torch's
+    global generators), train/eval mode and autocast of the forward pass. Nothing of that shows but
+    in forward hooks of the blocks and attributes that their ``forward`` sets. Under
+    ``torch.compile`` a stage is a graph break; its blocks may be compiled.
+    """
+
+    def __init__(self, blocks: functional.Blocks, *, depth: int | None = None, **how: Any) -> None:
+        options = How.from_options(how)
+        modules = functional.block_list(blocks, depth, options)
+        steps = functional.steps(depth, len(modules), options)
+        tied = all(module is modules[0] for module in modules) and (
+            len(modules) > 1 or depth is not None
+        )
+        super().__init__(steps, tied, how)
+        self.blocks = nn.ModuleList(modules[:1] if tied else modules)
+
+    def forward(self, x: State, *args: Any, **kwargs: Any) -> State:
+        return functional.run_residual(list(self.blocks), x, args, kwargs, self.depth, self.how)
+
+
+def residual_branch(block: nn.Module) -> ResidualBranch:
+    """The residual function of a block that computes x + f(x), or of any other that keeps the shape
+    of x: block(x, …) − x. With ``step=1.0`` a stage of such branches is the stack of the blocks."""
+    return ResidualBranch(block)
+
+
+class ResidualBranch(nn.Module):
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        self.block = block
+
+    def forward(self, x: Any, *args: Any, **kwargs: Any) -> Any:
+        y = self.block(x, *args, **kwargs)
+        if isinstance(x, tuple):
+            return tuple(new - old for new, old in zip(y, x, strict=True))
+        return y - x
 
 
 def _init_linear(weight: nn.Parameter, bias: nn.Parameter | None) -> None:

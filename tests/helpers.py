@@ -23,6 +23,9 @@ RULES: list[dict[str, Any]] = [
     {"backward": "stored"},
     {"backward": "checkpoint", "anchor_every": 3},
 ]
+# Reconstructs states to within round-off of float64, so that adjoint gradients can be compared with
+# exact ones wherever truncation is not what is tested.
+PRECISE: dict[str, Any] = {"reverse": "refined", "order": 9, "step": 0.05}
 BLOCKS = ["relu", "tanh", "gelu", "silu", "linear"]
 
 
@@ -107,7 +110,7 @@ LONG_ACTIVATIONS = {
 }
 
 
-class LongMLP:
+class LongMLP(reference.Block):
     """``reference.MLP`` in numpy's long double."""
 
     def __init__(self, activation: str, w1: Any, b1: Any, w2: Any, b2: Any) -> None:
@@ -115,24 +118,29 @@ class LongMLP:
         self.w1, self.w2 = w1, w2
         self.b1, self.b2 = (0 if b is None else b for b in (b1, b2))
 
-    def f(self, x: np.ndarray) -> np.ndarray:
+    def f(self, x: np.ndarray, k: int) -> np.ndarray:
         return self.sigma(x @ self.w1.T + self.b1) @ self.w2.T + self.b2
 
-    def vjp(self, x: np.ndarray, g: np.ndarray) -> Any:
+    def linearize(self, x: np.ndarray, k: int, wrt_x: bool = True) -> Any:
         z = x @ self.w1.T + self.b1
-        dz = (g @ self.w2) * self.slope(z)
-        return dz @ self.w1, (dz.T @ x, dz.sum(0), g.T @ self.sigma(z), g.sum(0))
+        u = self.sigma(z)
+
+        def pullback(g: np.ndarray) -> Any:
+            dz = (g @ self.w2) * self.slope(z)
+            return dz @ self.w1, (dz.T @ x, dz.sum(0), g.T @ u, g.sum(0))
+
+        return u @ self.w2.T + self.b2, pullback
 
 
-class LongLinear:
+class LongLinear(reference.Block):
     def __init__(self, weight: np.ndarray) -> None:
         self.weight = weight
 
-    def f(self, x: np.ndarray) -> np.ndarray:
+    def f(self, x: np.ndarray, k: int) -> np.ndarray:
         return x @ self.weight.T
 
-    def vjp(self, x: np.ndarray, g: np.ndarray) -> Any:
-        return g @ self.weight, (g.T @ x,)
+    def linearize(self, x: np.ndarray, k: int, wrt_x: bool = True) -> Any:
+        return x @ self.weight.T, lambda g: (g @ self.weight, (g.T @ x,))
 
 
 def long_gradients(stage: rk.Stage, x: Tensor, g: Tensor) -> list[np.ndarray]:
@@ -146,17 +154,19 @@ def long_gradients(stage: rk.Stage, x: Tensor, g: Tensor) -> list[np.ndarray]:
     stacked = [long(p) for p in parameters]
     block_class = LongLinear if len(names) == 1 else lambda *t: LongMLP(stage.activation, *t)
     distinct = [
-        block_class(*(None if p is None else p[n] for p in stacked)) for n in range(stage.blocks)
+        block_class(*(None if p is None else p[n] for p in stacked))
+        for n in range(stage.num_blocks)
     ]
     blocks = distinct * stage.how.blocks(stage.depth) if stage.tied else distinct
     method = stage.how.method(stage.depth)
     scheme = reference.SCHEMES[method.scheme](blocks, method.step)
     y, kept = reference.forward(scheme, long(x), method.keep_every)
     if method.rule == "exact":
-        points = reference.exact_points(scheme, long(x), kept)
+        pullbacks = reference.exact(scheme, long(x), kept)
     else:
-        points = reference.adjoint_points(method.rule, method.order, scheme, y, kept)
-    grad_x, sums = reference.reverse(scheme, long(g), points)
+        pullbacks = reference.adjoint(method.rule, method.order, scheme, y, kept)
+    sums = reference.Sums()
+    grad_x = reference.reverse(pullbacks, long(g), sums.add)
     stacked_gradients = [
         np.stack([sums[block][i] for block in distinct])
         for i, p in enumerate(parameters)

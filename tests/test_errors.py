@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 
 import resode_kernels as rk
-from resode_kernels.functional import linear_stage, mlp_stage
+from resode_kernels.functional import linear_stage, mlp_stage, residual_stage
 
 
 def mlp_arguments(**changes: Any) -> dict[str, Any]:
@@ -51,7 +52,7 @@ def mlp_arguments(**changes: Any) -> dict[str, Any]:
         ({"w2": None}, TypeError, "w2 must be a tensor, not None"),
         ({"w1": None}, TypeError, "w1 must be a tensor, not None"),
         ({"x": [1.0] * 6}, TypeError, "x must be a tensor, not .*list"),
-        ({"depth": 7}, ValueError, "depth=7 .*takes 7 blocks .*hold 5"),
+        ({"depth": 7}, ValueError, "depth=7 .*takes 7 blocks .*not 5"),
         ({"depth": 0}, ValueError, "depth must be at least 1, not 0"),
         ({"depth": 2.0}, TypeError, "depth must be an int, not 2.0"),
         ({"activation": "softmax"}, ValueError, "activation must be one of 'relu'.*'softmax'"),
@@ -111,6 +112,141 @@ def test_linear_and_heun() -> None:
 def test_modules(arguments: tuple[Any, ...], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         rk.MLPStage(*arguments)
+
+
+class Returns(nn.Module):
+    """Returns what it is told to, or what a function makes of its input."""
+
+    def __init__(self, value: Any) -> None:
+        super().__init__()
+        self.value, self.weight = value, nn.Parameter(torch.ones(6))
+
+    def forward(self, x: Any) -> Any:
+        return self.value(x) if callable(self.value) else self.value
+
+
+class TakesStep(nn.Module):
+    def forward(self, x: Tensor, step: int) -> Tensor:
+        return x
+
+
+@pytest.mark.parametrize(
+    ("blocks", "options", "error", "message"),
+    [
+        ([], {}, ValueError, "blocks must hold at least one module, but is empty"),
+        ("blocks", {}, TypeError, "blocks must be a list of modules or one module, not .*str"),
+        ([nn.Tanh(), torch.tanh], {}, TypeError, r"blocks\[1\] must be an nn.Module, not .*tanh"),
+        ([nn.Tanh], {}, TypeError, r"blocks\[0\] must be an nn.Module, not .*Tanh"),
+        (nn.Tanh(), {}, ValueError, "depth: blocks is one module; give the number of steps"),
+        (nn.Tanh(), {"depth": 0}, ValueError, "depth must be at least 1, not 0"),
+        (nn.Tanh(), {"depth": 1.5}, TypeError, "depth must be an int, not 1.5"),
+        (
+            nn.Sequential(nn.Tanh(), nn.Tanh()),
+            {"depth": 2},
+            ValueError,
+            r"nn.Sequential of 2 could be that many blocks or one, tied; write .*\[blocks\]",
+        ),
+        ([nn.Tanh(), nn.Tanh()], {"depth": 3}, ValueError, "depth=3 .*takes 3 blocks .*not 2"),
+        ([nn.Tanh()], {"scheme": "heun"}, ValueError, r"1 block\(s\) are too few.*heun"),
+        ([nn.Tanh()], {"sheme": "heun"}, TypeError, "unknown option 'sheme'; a stage takes scheme"),
+        ([nn.Tanh()], {"order": 0}, ValueError, "order must be at least 1, not 0"),
+    ],
+    ids=str,
+)
+def test_residual_stages(
+    blocks: Any, options: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        rk.ResidualStage(blocks, **options)
+
+
+@pytest.mark.parametrize("backward", ["adjoint", "stored", "checkpoint"])
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize(
+    ("value", "error", "message"),
+    [
+        (
+            None,
+            TypeError,
+            r"block 1 \(Returns\) returned None, not a real tensor; a block computes",
+        ),
+        (3.0, TypeError, r"block 1 \(Returns\) returned a float"),
+        (lambda x: (x, x), TypeError, r"block 1 \(Returns\) returned a tuple of 2"),
+        (lambda x: x > 0, TypeError, r"block 1 \(Returns\) returned a tensor of torch.bool"),
+        (
+            lambda x: x[:, :5],
+            ValueError,
+            r"block 1 \(Returns\) returned the shape \[4, 5\] for a state of the shape \[4, 6\]",
+        ),
+        (lambda x: x[:1], ValueError, r"block 1 \(Returns\) returned the shape \[1, 6\]"),
+        (
+            lambda x: x.relu_(),
+            RuntimeError,
+            r"block 1 \(Returns\) works in place on its input.*ReLU",
+        ),
+        (lambda x: x.view(-1).mul_(2).view(4, 6), RuntimeError, r"block 1 .*works in place"),
+    ],
+    ids=range(8),
+)
+def test_what_blocks_return(
+    value: Any, error: type[Exception], message: str, mode: Any, backward: str
+) -> None:
+    stage = rk.ResidualStage([nn.Linear(6, 6), Returns(value), nn.Tanh()], backward=backward)
+    with mode(), pytest.raises(error, match=message):
+        stage(torch.randn(4, 6))
+
+
+def test_what_blocks_return_for_a_tuple() -> None:
+    x = torch.randn(4, 6), torch.randn(2)
+    for value, error, message in [
+        (lambda x: x[0], TypeError, "block 0 .* returned a tensor of .* for a state of 2 tensors"),
+        (lambda x: (x[0],), TypeError, "block 0 .* returned a tuple of 1 for a state of 2 tensors"),
+        (lambda x: (x[0], None), TypeError, "block 0 .* returned None, not a real tensor"),
+        (lambda x: (x[0], x[0]), ValueError, r"returned the shape \[4, 6\] .* shape \[2\]"),
+        (lambda x: (x[0], x[1].add_(1)), RuntimeError, "block 0 .*works in place on its input"),
+    ]:
+        with pytest.raises(error, match=message):
+            rk.ResidualStage([Returns(value)])(x)
+
+
+@pytest.mark.parametrize(
+    ("x", "error", "message"),
+    [
+        (torch.ones(4, 6, dtype=torch.int64), TypeError, "x must be of a floating.*int64"),
+        (torch.ones(4, 6, dtype=torch.complex64), TypeError, "x must be of a floating.*complex"),
+        ([torch.randn(4, 6)], TypeError, "x must be a tensor, not .*list"),
+        (None, TypeError, "x must be a tensor, not None"),
+        ((torch.randn(4, 6), 3), TypeError, r"x\[1\] must be a tensor, not .*int"),
+        ((torch.randn(4), torch.ones(4, dtype=torch.int32)), TypeError, r"x\[1\] .*int32"),
+        ((), ValueError, "x must hold at least one tensor"),
+    ],
+    ids=range(7),
+)
+def test_inputs_of_residual_stages(x: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        rk.ResidualStage([nn.Tanh()])(x)
+    with pytest.raises(error, match=message):
+        residual_stage([nn.Tanh()], x)
+
+
+def test_modules_run_in_pytorch() -> None:
+    x = torch.randn(4, 6)
+    assert rk.ResidualStage([nn.Tanh()], backend="reference")(x).shape == x.shape
+    for backend in ("cpp", "triton", "cuda"):
+        stage = rk.ResidualStage([nn.Tanh()], backend=backend)
+        with pytest.raises(
+            rk.BackendUnavailableError, match=f"'{backend}'.*modules run in PyTorch"
+        ):
+            stage(x)
+
+
+def test_an_option_that_is_also_a_blocks_argument_is_ambiguous() -> None:
+    x = torch.randn(4, 6)
+    with pytest.raises(TypeError, match=r"step is an option .* argument of block 0 .*TakesStep"):
+        residual_stage([TakesStep()], x, step=3)
+    assert rk.ResidualStage([TakesStep()])(x, step=3).shape == x.shape
+    with pytest.raises(TypeError, match="unexpected keyword argument 'sheme'"):
+        residual_stage([nn.Tanh()], x, sheme="heun")
 
 
 def test_a_refused_call_leaves_nothing_behind() -> None:

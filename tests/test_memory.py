@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import resode_kernels as rk
 from resode_kernels.backends import cpp
@@ -50,6 +51,54 @@ def test_autograd_holds_one_state_and_the_anchors(
 ) -> None:
     stage = rk.MLPStage(DIM, DIM, 64, scheme=scheme, **options)
     assert saved_bytes(stage, torch.randn(ROWS, DIM)) == states * STATE
+
+
+def block(dim: int) -> nn.Module:
+    return nn.Sequential(
+        nn.LayerNorm(dim), nn.Linear(dim, 2 * dim), nn.GELU(), nn.Linear(2 * dim, dim)
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "states"),
+    [
+        ({"reverse": "paper"}, 1),
+        ({"reverse": "refined"}, 1),
+        ({"reverse": "predicted", "order": 3}, 1),
+        ({"anchor_every": 10}, 1 + 6),
+        ({"backward": "checkpoint"}, 8),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("scheme", ["euler", "heun"])
+def test_autograd_holds_one_state_and_the_anchors_of_a_stage_of_modules(
+    options: dict[str, Any], states: int, scheme: str
+) -> None:
+    stage = rk.ResidualStage([block(DIM)], depth=64, scheme=scheme, **options)
+    assert saved_bytes(stage, torch.randn(ROWS, DIM)) == states * STATE
+
+
+@pytest.mark.parametrize("scheme", ["euler", "heun"])
+@pytest.mark.parametrize("options", [{"reverse": r} for r in ("paper", "refined", "predicted")])
+def test_live_memory_of_a_stage_of_modules_does_not_grow_with_depth(
+    options: dict[str, Any], scheme: str
+) -> None:
+    """What torch has allocated at the worst moment of a step, gradients of parameters aside."""
+
+    def peak(depth: int) -> int:
+        count = depth + (scheme == "heun")
+        stage = rk.ResidualStage([block(DIM) for _ in range(count)], scheme=scheme, **options)
+        x = torch.randn(ROWS, DIM, requires_grad=True)
+        with torch.profiler.profile(profile_memory=True) as profile:
+            stage(x).sum().backward()
+        total = most = 0
+        for event in sorted(profile.profiler.kineto_results.events(), key=lambda e: e.start_ns()):
+            if event.name() == "[memory]":
+                total += event.nbytes()
+                most = max(most, total)
+        return most - sum(p.grad.nbytes for p in stage.parameters())
+
+    assert peak(40) <= 1.02 * peak(10)
 
 
 @pytest.mark.needs_cpp

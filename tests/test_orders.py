@@ -57,10 +57,10 @@ def network(kind: str, depth: int, scheme: str, **how: object) -> rk.MLPStage:
         DIM, DIM, depth, tied=kind == "tied", scheme=scheme, dtype=torch.float64, **how
     )
     with torch.no_grad():
-        stage.w1.copy_(weights(kind, stage.blocks, DIM, DIM, scale=DIM**-0.5))
-        stage.w2.copy_(weights(kind, stage.blocks, DIM, DIM, scale=DIM**-0.5).mT.flip(-1))
-        stage.b1.copy_(weights(kind, stage.blocks, DIM, scale=0.1))
-        stage.b2.copy_(weights(kind, stage.blocks, DIM, scale=0.1).flip(-1))
+        stage.w1.copy_(weights(kind, stage.num_blocks, DIM, DIM, scale=DIM**-0.5))
+        stage.w2.copy_(weights(kind, stage.num_blocks, DIM, DIM, scale=DIM**-0.5).mT.flip(-1))
+        stage.b1.copy_(weights(kind, stage.num_blocks, DIM, scale=0.1))
+        stage.b2.copy_(weights(kind, stage.num_blocks, DIM, scale=0.1).flip(-1))
     return stage
 
 

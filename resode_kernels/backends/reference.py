@@ -48,11 +48,12 @@ def reverse(
     scheme = _scheme(problem, start.dtype)
     kept = {(i + 1) * method.keep_every: anchor for i, anchor in enumerate(anchors)}
     if method.rule == "exact":
-        points = reference.exact_points(scheme, start, kept)
+        pullbacks = reference.exact(scheme, start, kept)
     else:
-        points = reference.adjoint_points(method.rule, method.order, scheme, start, kept)
+        pullbacks = reference.adjoint(method.rule, method.order, scheme, start, kept)
+    sums = reference.Sums()
     with torch.autocast(start.device.type, enabled=False):
-        grad_x, sums = reference.reverse(scheme, cotangent, points)
+        grad_x = reference.reverse(pullbacks, cotangent, sums.add)
     if gradients[0] is not None:
         gradients[0].copy_(grad_x)
     for i, gradient in enumerate(gradients[1:]):

@@ -1,0 +1,332 @@
+"""Modules as blocks whose evaluations can be repeated exactly.
+
+An evaluation of a module depends on more than its input and its parameters: on random numbers,
+buffers, train/eval mode and autocast. The backward pass *replays* evaluations of the forward pass,
+to reconstruct states and to differentiate at them, with all of that as it was, and leaves no trace
+of having done so in buffers, generators or modes.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from . import reference
+from .problem import stream_dtype
+
+State = Tensor | tuple[Tensor, ...]
+
+
+def parts(x: Any) -> tuple[Any, ...]:
+    return x if isinstance(x, tuple) else (x,)
+
+
+def like(x: Any, tensors: Sequence[Any]) -> Any:
+    """The tensors as a state of x's kind: one tensor, or a tuple."""
+    return tuple(tensors) if isinstance(x, tuple) else tensors[0]
+
+
+# -------------------------------------------------------------------------- how a block is called
+
+
+class Call:
+    """How every block of a stage is called: ``module(x, *args, **kwargs)``, x in the dtypes of the
+    stage's input. The tensors among the arguments are there only inside ``filled``."""
+
+    def __init__(self, x: State, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.dtypes = [t.dtype for t in parts(x)]
+        leaves, self.tree = tree_flatten((args, kwargs))
+        self.leaves = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        self.places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+        self.tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+
+    @contextmanager
+    def filled(self, tensors: Sequence[Tensor]) -> Iterator[None]:
+        leaves = list(self.leaves)
+        for place, tensor in zip(self.places, tensors, strict=True):
+            leaves[place] = tensor
+        self.args, self.kwargs = tree_unflatten(leaves, self.tree)
+        try:
+            yield
+        finally:
+            del self.args, self.kwargs
+
+    def given(self, x: State) -> Any:
+        """The state as a module is given it."""
+        return like(x, [t.to(dtype) for t, dtype in zip(parts(x), self.dtypes, strict=True)])
+
+    def __call__(self, module: nn.Module, given: Any) -> Any:
+        return module(given, *self.args, **self.kwargs)
+
+
+def in_stream(x: State) -> Any:
+    """A stage's input as its first state."""
+    return like(x, [t.to(stream_dtype(t.dtype)) for t in parts(x)])
+
+
+def as_states(x: State, y: Sequence[Tensor]) -> Any:
+    """What a module returned, as an update of x."""
+    return like(x, [new.to(state.dtype) for new, state in zip(y, parts(x), strict=True)])
+
+
+class PlainBlock(reference.Block):
+    """A module, evaluated as it is. What it returns is checked."""
+
+    def __init__(self, index: int, module: nn.Module, call: Call) -> None:
+        self.index, self.module, self.call = index, module, call
+
+    def __str__(self) -> str:
+        return f"block {self.index} ({type(self.module).__name__})"
+
+    def f(self, x: State, k: int) -> Any:
+        given = self.call.given(x)
+        versions = [t._version for t in parts(given)]
+        y = self.call(self.module, given)
+        if versions != [t._version for t in parts(given)]:
+            raise RuntimeError(
+                f"{self} works in place on its input, which is still needed: let it use an "
+                "operation that is not in place, say nn.ReLU(inplace=False), or clone first"
+            )
+        return as_states(x, self.checked(x, y))
+
+    def checked(self, x: State, y: Any) -> Sequence[Tensor]:
+        takes = "a block computes f(x), of the shape of its input"
+        if isinstance(x, tuple):
+            if not isinstance(y, tuple) or len(y) != len(x):
+                raise TypeError(
+                    f"{self} returned {described(y)} for a state of {len(x)} tensors; {takes}"
+                )
+        else:
+            y = (y,)
+        for new, state in zip(y, parts(x), strict=True):
+            if not isinstance(new, Tensor) or not new.is_floating_point():
+                raise TypeError(f"{self} returned {described(new)}, not a real tensor; {takes}")
+            if new.shape != state.shape:
+                raise ValueError(
+                    f"{self} returned the shape {list(new.shape)} for a state of the shape "
+                    f"{list(state.shape)}; {takes}"
+                )
+        result: tuple[Tensor, ...] = y
+        return result
+
+
+def described(value: object) -> str:
+    if isinstance(value, Tensor):
+        return f"a tensor of {value.dtype}"
+    if isinstance(value, tuple):
+        return f"a tuple of {len(value)}"
+    return "None" if value is None else f"a {type(value).__name__}"
+
+
+# ---------------------------------------------------------------------------------- what is noted
+
+
+class Evaluation(NamedTuple):
+    """What an evaluation read beside its input and parameters, as it was before."""
+
+    generators: dict[torch.device, Tensor]
+    """States of the random number generators that it used."""
+    buffers: dict[tuple[nn.Module, str], Tensor]
+    """Values of the buffers that it changed. Those of BatchNorm and its kind are not among them:
+    when a layer changes them it does not read them."""
+
+
+class ReplayedBlock(PlainBlock):
+    """A module whose evaluations are noted the first time and replayed from then on."""
+
+    def __init__(self, index: int, module: nn.Module, call: Call, around: Surroundings) -> None:
+        super().__init__(index, module, call)
+        self.around = around
+        self.notes: dict[int, Evaluation] = {}
+        modules = list(module.modules())
+        self.sharded = any(map(is_sharded, modules))
+        self.modes = [(m, m.training) for m in modules]
+        self.keys = [(m, key) for m in modules for key, b in m._buffers.items() if b is not None]
+        self.inputs: list[Tensor] = []
+        """What a backward pass differentiates by, beside the state."""
+
+    def repeats(self, k: int, j: int) -> bool:
+        return not any(any(self.notes[i]) for i in (k, j))
+
+    def f(self, x: State, k: int) -> Any:
+        if k not in self.notes:
+            return self.noted(x, k)
+        with torch.no_grad(), self.as_at(k):
+            return as_states(x, parts(self.call(self.module, self.call.given(x))))
+
+    def noted(self, x: State, k: int) -> Any:
+        generators = self.around.generators()
+        buffers = {
+            (m, key): (buffer, buffer._version, buffer.clone())
+            for m, key, buffer in self.buffers()
+            if not isinstance(m, _NormBase)
+        }
+        y = super().f(x, k)
+        after = self.around.generators()
+        self.notes[k] = Evaluation(
+            {d: state for d, state in generators.items() if not torch.equal(state, after[d])},
+            {
+                (m, key): before
+                for (m, key), (buffer, version, before) in buffers.items()
+                if m._buffers[key] is not buffer or buffer._version != version
+            },
+        )
+        return y
+
+    def buffers(self) -> list[tuple[nn.Module, str, Tensor]]:
+        return [(m, key, m._buffers[key]) for m, key in self.keys]  # type: ignore[misc]
+
+    def linearize(self, x: State, k: int, wrt_x: bool = True) -> tuple[Any, reference.Pullback]:
+        wrt_x = wrt_x or self.sharded  # FSDP reduces gradients when that of the input is there
+        given = like(x, [t.detach().requires_grad_(wrt_x) for t in parts(self.call.given(x))])
+        states = parts(given) if wrt_x else ()
+        inputs = (*states, *self.inputs)
+        if not inputs:
+            return self.f(x, k), lambda g: (None, ())
+        with torch.enable_grad(), self.as_at(k):
+            y = parts(self.call(self.module, given))
+        self.refuse_foreign_leaves(y, inputs)
+
+        def pullback(g: State) -> tuple[Any, tuple[Tensor | None, ...]]:
+            outputs = [
+                (t, cotangent.to(t.dtype))
+                for t, cotangent in zip(y, parts(g), strict=True)
+                if t.requires_grad
+            ]
+            if not outputs:
+                return None, (None,) * len(self.inputs)
+            with self.buffers_at(k):  # a checkpoint inside the module runs it again now
+                grads = self.vjp([t for t, _ in outputs], [g for _, g in outputs], inputs)
+            return like(x, grads[: len(states)]) if wrt_x else None, grads[len(states) :]
+
+        return as_states(x, [t.detach() for t in y]), pullback
+
+    def vjp(
+        self, outputs: Sequence[Tensor], cotangents: Sequence[Tensor], inputs: Sequence[Tensor]
+    ) -> tuple[Tensor | None, ...]:
+        if not self.sharded:
+            return torch.autograd.grad(outputs, inputs, cotangents, allow_unused=True)
+        # The module's parameters get their gradients by FSDP's hooks, in a backward() of its own.
+        torch.autograd.backward(outputs, cotangents)
+        grads = tuple(t.grad for t in inputs)
+        for t in inputs:
+            t.grad = None
+        return grads
+
+    @contextmanager
+    def as_at(self, k: int) -> Iterator[None]:
+        with self.around.restored(self.notes[k].generators), self.buffers_at(k):
+            yield
+
+    @contextmanager
+    def buffers_at(self, k: int) -> Iterator[None]:
+        """The buffers as before evaluation k: copies, so that what happens to them is forgotten."""
+        before = self.notes[k].buffers
+        now = self.buffers()
+        try:
+            for m, key, buffer in now:
+                m._buffers[key] = before.get((m, key), buffer).clone()
+            yield
+        finally:
+            for m, key, buffer in now:
+                m._buffers[key] = buffer
+
+    def refuse_foreign_leaves(self, y: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
+        """Raises if y depends on a leaf that no one would give its gradient."""
+        if self.sharded:  # ``backward()`` reaches every leaf
+            return
+        known = {id(t) for t in inputs}
+        for leaf in leaves_of(y):
+            if id(leaf) not in known:
+                raise RuntimeError(
+                    f"{self} uses a tensor of the shape {list(leaf.shape)} that requires grad and "
+                    "is neither its parameter nor an argument, so that its gradient would be lost: "
+                    "pass it, or what is computed from it, as stage(x, tensor), or detach it"
+                )
+
+
+def is_sharded(module: nn.Module) -> bool:
+    """Whether ``fully_shard`` was applied to the module: FSDP puts its parameters in place while it
+    runs, and reduces their gradients itself."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # not imported: nothing is sharded
+    return fsdp is not None and isinstance(module, fsdp.FSDPModule)
+
+
+def leaves_of(outputs: Sequence[Tensor]) -> Iterator[Tensor]:
+    """The leaves that require grad in the graph of some tensors."""
+    yield from (t for t in outputs if t.is_leaf and t.requires_grad)
+    nodes = [t.grad_fn for t in outputs if t.grad_fn is not None]
+    seen = set(nodes)
+    while nodes:
+        node = nodes.pop()
+        if type(node).__name__ == "AccumulateGrad":
+            yield node.variable  # type: ignore[attr-defined]
+        for following, _ in node.next_functions:
+            if following is not None and following not in seen:
+                seen.add(following)
+                nodes.append(following)
+
+
+# ------------------------------------------------------------------------------------ surroundings
+
+
+class Surroundings:
+    """Random number generators, and autocast as it is when this is made."""
+
+    def __init__(self, x: State) -> None:
+        self.devices = list(dict.fromkeys([torch.device("cpu"), *(t.device for t in parts(x))]))
+        types = dict.fromkeys(device.type for device in self.devices)
+        self.types = [t for t in types if torch.amp.is_autocast_available(t)]
+        self.autocast = self.autocast_now()
+
+    def generators(self) -> dict[torch.device, Tensor]:
+        return {device: generator_state(device) for device in self.devices}
+
+    def autocast_now(self) -> list[tuple[bool, torch.dtype]]:
+        return [(torch.is_autocast_enabled(t), torch.get_autocast_dtype(t)) for t in self.types]
+
+    @contextmanager
+    def restored(self, generators: dict[torch.device, Tensor]) -> Iterator[None]:
+        """Inside, generators are in the given states; afterwards as if nothing had been drawn."""
+        now = {device: generator_state(device) for device in generators}
+        try:
+            for device, state in generators.items():
+                set_generator_state(device, state)
+            with self.autocast_as_it_was():
+                yield
+        finally:
+            for device, state in now.items():
+                set_generator_state(device, state)
+
+    def autocast_as_it_was(self) -> ExitStack:
+        """Without its cache, which would hand casts made under no_grad to evaluations with grad."""
+        stack = ExitStack()
+        for name, (now, _), (enabled, dtype) in zip(
+            self.types, self.autocast_now(), self.autocast, strict=True
+        ):
+            if enabled or now:
+                stack.enter_context(
+                    torch.autocast(name, dtype, enabled=enabled, cache_enabled=False)
+                )
+        return stack
+
+
+def generator_state(device: torch.device) -> Tensor:
+    if device.type == "cpu":
+        return torch.get_rng_state()
+    state: Tensor = torch.get_device_module(device).get_rng_state(device)
+    return state
+
+
+def set_generator_state(device: torch.device, state: Tensor) -> None:
+    if device.type == "cpu":
+        torch.set_rng_state(state)
+    else:
+        torch.get_device_module(device).set_rng_state(state, device)

@@ -1,0 +1,305 @@
+"""Stages of modules: one ``autograd.Function`` around the reference engine.
+
+Every state, argument and trainable parameter enters the Function and every gradient is returned
+from it: no nested ``backward()``, no writes to ``.grad``. A block's own VJP is autograd's, taken
+with respect to *stand-ins*: detached aliases that the modules hold instead of their parameters for
+the time of the backward pass. So hooks on the parameters see the finished gradient, once. (Blocks
+that are FSDP units of their own are the exception: FSDP gives their parameters the gradients.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from . import reference
+from .autograd import Undifferentiable
+from .options import Method
+from .problem import stream_dtype
+from .replay import (
+    Call,
+    PlainBlock,
+    ReplayedBlock,
+    State,
+    Surroundings,
+    in_stream,
+    is_sharded,
+    like,
+    parts,
+)
+
+# --------------------------------------------------------------------------------------- parameters
+
+
+class Slot(NamedTuple):
+    """A place where a module keeps a parameter, and the parameter's number in the stage."""
+
+    owner: nn.Module
+    name: str
+    number: int
+
+    def put(self, parameter: nn.Parameter | None) -> None:
+        if type(self.owner).__setattr__ is nn.Module.__setattr__:
+            self.owner._parameters[self.name] = parameter
+        else:  # it wants to know, as nn.RNNBase does
+            setattr(self.owner, self.name, parameter)
+
+
+def trainable(
+    modules: Sequence[nn.Module],
+) -> tuple[list[nn.Parameter], dict[nn.Module, list[Slot]]]:
+    """The parameters that require grad, each once, and where each module keeps which. Parameters
+    that FSDP manages inside a module have no slots: it puts them in place."""
+    numbers: dict[nn.Parameter, int] = {}
+    slots: dict[nn.Module, list[Slot]] = {}
+    for module in dict.fromkeys(modules):
+        managed = {m for unit in module.modules() if is_sharded(unit) for m in unit.modules()}
+        slots[module] = []
+        for owner in module.modules():
+            for name, p in owner._parameters.items():
+                if p is not None and p.requires_grad:
+                    slot = Slot(owner, name, numbers.setdefault(p, len(numbers)))
+                    if owner not in managed:
+                        slots[module].append(slot)
+    return list(numbers), slots
+
+
+@contextmanager
+def standing_in(
+    parameters: Sequence[nn.Parameter],
+    slots: Sequence[Slot],
+    modes: Sequence[tuple[nn.Module, bool]],
+) -> Iterator[None]:
+    """Inside, ``parameters`` are in the slots and the modules in the train/eval modes given."""
+    now = [(slot, slot.owner._parameters[slot.name]) for slot in slots]
+    changed = [(m, mode) for m, mode in modes if m.training != mode]
+    try:
+        for slot in slots:
+            slot.put(parameters[slot.number])
+        for m, mode in changed:
+            m.training = mode
+        yield
+    finally:
+        for slot, parameter in now:
+            slot.put(parameter)
+        for m, mode in changed:
+            m.training = not mode
+
+
+class Gradients(list[Any]):
+    """Sums, one per input of the Function."""
+
+    def add(self, number: int, gradient: Tensor | None) -> None:
+        if gradient is not None:
+            before = self[number]
+            if before is not None:  # more than one contribution: not in less than float32
+                gradient = before.to(stream_dtype(gradient.dtype)) + gradient
+            self[number] = gradient
+
+
+# -------------------------------------------------------------------------------------- the passes
+
+
+class Pass:
+    """A run of a stage: what its way back needs beside tensors. The inputs of the Function are
+    always in this order: states, arguments, parameters."""
+
+    def __init__(
+        self,
+        modules: Sequence[nn.Module],
+        method: Method,
+        x: State,
+        call: Call,
+        slots: dict[nn.Module, list[Slot]],
+    ) -> None:
+        self.method, self.call = method, call
+        self.kind = like(x, [None for _ in parts(x)])
+        around = Surroundings(x)
+        distinct: dict[nn.Module, ReplayedBlock] = {}
+        for n, module in enumerate(modules):
+            if module not in distinct:
+                distinct[module] = ReplayedBlock(n, module, call, around)
+        self.blocks = [distinct[module] for module in modules]
+        self.slots = {distinct[module]: places for module, places in slots.items()}
+        self.scheme = reference.SCHEMES[method.scheme](self.blocks, method.step)
+        self.refuse_sharing_sharded_blocks()
+
+    def refuse_sharing_sharded_blocks(self) -> None:
+        """FSDP reduces the gradients of a unit once in a backward pass, unless it is the root."""
+        if not any(block.sharded for block in self.blocks):
+            return
+        seen: set[nn.Module] = set()
+        for n in range(self.scheme.steps):
+            for block in self.blocks[n : n + 1 + len(self.blocks) - self.scheme.steps]:
+                units = {m for m in block.module.modules() if is_sharded(m)}
+                if units & seen:
+                    raise RuntimeError(
+                        f"{block} is an FSDP unit (fully_shard) and serves more than one "
+                        "evaluation, for which FSDP would lose gradients: shard the whole stage, "
+                        "fully_shard(stage), or use backward='stored'"
+                    )
+                seen |= units
+
+    def split(self, tensors: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any], Sequence[Any]]:
+        """States, arguments, parameters."""
+        a = len(parts(self.kind))
+        b = a + len(self.call.places)
+        return tensors[:a], tensors[a:b], tensors[b:]
+
+    def forward(
+        self, states: Sequence[Tensor], arguments: Sequence[Tensor]
+    ) -> tuple[Any, dict[int, Any]]:
+        """x[N] and the kept states."""
+        cache = torch.is_autocast_cache_enabled()
+        torch.set_autocast_cache_enabled(False)  # as in Surroundings
+        try:
+            with self.call.filled(arguments):
+                x = in_stream(like(self.kind, states))
+                return reference.forward(self.scheme, x, self.method.keep_every)
+        finally:
+            torch.set_autocast_cache_enabled(cache)
+
+    def last_step(self, needs: Sequence[bool]) -> int:
+        """The step where the way back may end: no needed gradient depends on those before."""
+        states, arguments, parameters = self.split(needs)
+        if any(states) or any(arguments):
+            return 0
+        first = next(
+            n
+            for n, block in enumerate(self.blocks)
+            if block.sharded or any(parameters[slot.number] for slot in self.slots[block])
+        )
+        return max(0, first - (len(self.blocks) - self.scheme.steps))
+
+    def backward(
+        self,
+        start: Any,
+        kept: dict[int, Any],
+        arguments: Sequence[Tensor],
+        parameters: Sequence[Tensor],
+        cotangent: Any,
+        needs: Sequence[bool],
+    ) -> Gradients:
+        """The gradients of the Function's inputs, where they are needed."""
+        states_need, arguments_need, parameters_need = self.split(needs)
+        stand_ins = [
+            nn.Parameter(p.detach(), requires_grad=need)
+            for p, need in zip(parameters, parameters_need, strict=True)
+        ]
+        aliases = [
+            t.detach().requires_grad_() if need else t.detach()
+            for t, need in zip(arguments, arguments_need, strict=True)
+        ]
+        # The numbers of the inputs whose gradients a block contributes to.
+        offset = len(states_need)
+        numbers = [offset + i for i, need in enumerate(arguments_need) if need]
+        offset += len(arguments)
+        wanted: dict[reference.Block, list[int]] = {}
+        for block, slots in self.slots.items():
+            own = dict.fromkeys(slot.number for slot in slots if parameters_need[slot.number])
+            wanted[block] = [*numbers, *(offset + i for i in own)]
+            block.inputs = [
+                *(t for t, need in zip(aliases, arguments_need, strict=True) if need),
+                *(stand_ins[i] for i in own),
+            ]
+        gradients = Gradients([None] * len(needs))
+
+        def add(block: reference.Block, contributions: tuple[Tensor | None, ...]) -> None:
+            for number, contribution in zip(wanted[block], contributions, strict=True):
+                gradients.add(number, contribution)
+
+        end = self.last_step(needs), any(states_need)
+        if self.method.rule == "exact":
+            pullbacks = reference.exact(self.scheme, start, kept, *end)
+        else:
+            pullbacks = reference.adjoint(
+                self.method.rule, self.method.order, self.scheme, start, kept, *end
+            )
+        try:
+            with (
+                self.call.filled(aliases),
+                standing_in(
+                    stand_ins,
+                    [slot for slots in self.slots.values() for slot in slots],
+                    [mode for block in self.slots for mode in block.modes],
+                ),
+            ):
+                g = reference.reverse(pullbacks, cotangent, add)
+        finally:
+            for block in self.slots:
+                block.inputs = []
+        for i, need in enumerate(states_need):
+            gradients[i] = parts(g)[i] if need else None
+        return gradients
+
+
+class ResidualFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, run: Pass, *tensors: Tensor) -> Any:
+        states, arguments, parameters = run.split(tensors)
+        y, kept = run.forward(states, arguments)
+        # The reverse pass starts at one end of the trajectory: exact from x[0], otherwise x[N].
+        start = states if run.method.rule == "exact" else parts(y)
+        anchors = [part for state in kept.values() for part in parts(state)]
+        ctx.run, ctx.kept = run, list(kept)
+        ctx.save_for_backward(*start, *anchors, *arguments, *parameters)
+        ctx.dtypes = [t.dtype for t in tensors]
+        return like(y, [part.to(dtype) for part, dtype in zip(parts(y), ctx.dtypes, strict=False)])
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor | None, ...]:
+        run: Pass = ctx.run
+        saved, width = ctx.saved_tensors, len(cotangents)
+        end = width * (1 + len(ctx.kept))
+        _, arguments, parameters = run.split((*cotangents, *saved[end:]))
+        with torch.no_grad():
+            start, *anchors = (
+                in_stream(like(run.kind, saved[i : i + width])) for i in range(0, end, width)
+            )
+            gradients: list[Tensor | None] = run.backward(
+                start,
+                dict(zip(ctx.kept, anchors, strict=True)),
+                arguments,
+                parameters,
+                in_stream(like(run.kind, cotangents)),
+                ctx.needs_input_grad[1:],
+            )
+            gradients = [
+                g if g is None else g.to(dtype)
+                for g, dtype in zip(gradients, ctx.dtypes, strict=True)
+            ]
+        if torch.is_grad_enabled():  # create_graph=True
+            graph = [t for t in (*cotangents, *saved) if t.requires_grad]
+            gradients = [g if g is None else Undifferentiable.apply(g, *graph) for g in gradients]
+        return None, *gradients
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def run(
+    modules: Sequence[nn.Module],
+    x: State,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    method: Method,
+    stored: bool,
+) -> Any:
+    """A stage whose blocks are ``modules``. ``stored``: plain autograd, nothing is replayed."""
+    grad = torch.is_grad_enabled()
+    # Not in inference mode: its tensors do not tell when a block works in place on them.
+    with torch.inference_mode(False), torch.set_grad_enabled(grad):
+        x = like(x, [t.clone() if t.is_inference() else t for t in parts(x)])
+        call = Call(x, args, kwargs)
+        if grad and not stored:
+            parameters, slots = trainable(modules)
+            tensors = (*parts(x), *call.tensors, *parameters)
+            if any(t.requires_grad for t in tensors):
+                call.tensors = []
+                return ResidualFunction.apply(Pass(modules, method, x, call, slots), *tensors)
+        blocks = [PlainBlock(n, module, call) for n, module in enumerate(modules)]
+        scheme = reference.SCHEMES[method.scheme](blocks, method.step)
+        with call.filled(call.tensors):
+            return call.given(reference.forward(scheme, in_stream(x))[0])
