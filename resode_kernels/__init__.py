@@ -10,11 +10,13 @@ __version__ = version("resode_kernels")
 
 from . import functional
 from .backends import BackendUnavailableError
+from .conv import ConvStage
 from .options import How
 from .stages import LinearStage, MLPStage, ResidualStage, Stage, residual_branch
 
 __all__ = [
     "BackendUnavailableError",
+    "ConvStage",
     "How",
     "LinearStage",
     "MLPStage",

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,7 @@ from .replay import State, parts
 ACTIVATIONS = ("relu", "tanh", "gelu", "silu")
 DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 OPTIONAL = ("b1", "b2")
+MAX_LAYERS = 3
 
 # Names, tensors and the shapes they must have; the first parameter's last dimension is x's.
 Parameters = dict[str, tuple[Tensor | None, tuple[int, ...]]]
@@ -57,6 +58,62 @@ def linear_stage(x: Tensor, weight: Tensor, *, depth: int | None = None, **how: 
     returns  [..., dim], in x's dtype
     """
     return run_linear(x, weight, depth, How.from_options(how))
+
+
+class ConvLayer(NamedTuple):
+    """A layer of ``conv_stage``: convolution, then batch normalization, stacked over blocks.
+
+    weight          [blocks, out, in, size, size], size 1 or 3
+    gamma, beta     [blocks, out] or None
+    mean, variance  [blocks, out] to normalize by; None: by those of the batch
+    """
+
+    weight: Tensor
+    gamma: Tensor | None = None
+    beta: Tensor | None = None
+    mean: Tensor | None = None
+    variance: Tensor | None = None
+
+
+def conv_stage(
+    x: Tensor,
+    layers: Sequence[ConvLayer],
+    *,
+    activation: str = "relu",
+    eps: float = 1e-5,
+    depth: int | None = None,
+    **how: Any,
+) -> Tensor:
+    """Residual steps with f(x) = u_L, u_0 = x and u_l = bn_l(W_l ∗ σ(u_{l−1})).
+
+    x           [images, channels, height, width] in any memory format
+    layers      the L layers of a block, at most 3
+    activation  σ: ``"relu"``, ``"tanh"``, ``"gelu"`` (exact) or ``"silu"``
+    depth       as in ``mlp_stage``
+    returns     as x
+    """
+    choice("activation", activation, ACTIVATIONS)
+    if not 1 <= len(layers) <= MAX_LAYERS:
+        raise ValueError(f"layers: a block has 1 to {MAX_LAYERS} layers, not {len(layers)}")
+    for i, layer in enumerate(layers):
+        if _tensor(f"layers[{i}].weight", layer.weight).dim() != 5:
+            raise ValueError(
+                f"layers[{i}].weight must have the shape [blocks, out, in, size, size], "
+                f"not {list(layer.weight.shape)}"
+            )
+    count = layers[0].weight.shape[0]
+    for i, layer in enumerate(layers):
+        for name, tensor in layer._asdict().items():
+            if tensor is not None and (tensor.dim() == 0 or tensor.shape[0] != count):
+                raise ValueError(
+                    f"layers[{i}].{name} must be stacked over {count} blocks, as the first weight "
+                    f"is, but has the shape {list(tensor.shape)}"
+                )
+    blocks = [
+        [tuple(None if t is None else t[n] for t in layer) for layer in layers]
+        for n in range(count)
+    ]
+    return run_conv(x, blocks, activation, eps, depth, How.from_options(how))[0]
 
 
 def residual_stage(
@@ -161,6 +218,23 @@ def run_mlp(
     return _run("mlp", activation, x, parameters, depth, how)
 
 
+def run_conv(
+    x: Tensor,
+    blocks: Sequence[Sequence[tuple[Tensor | None, ...]]],
+    activation: str,
+    epsilon: float,
+    depth: int | None,
+    how: How,
+) -> tuple[Tensor, Tensor]:
+    """The result and the statistics of the batch (``Problem.statistics``). A block is its layers,
+    each a ``ConvLayer`` of that block alone."""
+    _check_images(x, blocks)
+    method = how.method(steps(depth, len(blocks), how))
+    parameters = tuple(tensor for block in blocks for layer in block for tensor in layer)
+    problem = Problem("conv", activation, parameters, method, len(blocks[0]), epsilon)
+    return autograd.run(x, problem, backends.choose(how.backend, x.device))
+
+
 def run_linear(x: Tensor, weight: Tensor, depth: int | None, how: How) -> Tensor:
     blocks, _, dim = _three_dimensions("weight", weight, "[blocks, dim, dim]")
     return _run("linear", "identity", x, {"weight": (weight, (blocks, dim, dim))}, depth, how)
@@ -201,6 +275,44 @@ def steps(depth: int | None, blocks: int, how: How) -> int:
     return depth
 
 
+def _check_images(x: Tensor, blocks: Sequence[Sequence[tuple[Tensor | None, ...]]]) -> None:
+    if _tensor("x", x).dtype not in DTYPES:
+        raise TypeError(f"x must be of a floating-point dtype, not {x.dtype}")
+    if x.dim() != 4:
+        raise ValueError(
+            f"x must have the shape [images, channels, height, width], not {list(x.shape)}"
+        )
+    dtype = None
+    for n, block in enumerate(blocks):
+        channels = x.shape[1]
+        for i, layer in enumerate(block):
+            weight = _tensor(f"the weight of block {n}, layer {i + 1}", layer[0])
+            out, size = weight.shape[0], weight.shape[-1]
+            shapes = ((out, channels, size, size), *[(out,)] * 4)
+            for what, shape, tensor in zip(ConvLayer._fields, shapes, layer, strict=True):
+                if tensor is None:
+                    continue
+                name = f"{what} of block {n}, layer {i + 1}"
+                if tuple(tensor.shape) != shape or size not in (1, 3):
+                    raise ValueError(
+                        f"{name} must have the shape {list(shape)} (size 1 or 3), as x and the "
+                        f"layers before demand, not {list(tensor.shape)}"
+                    )
+                dtype = _check_kind(name, tensor, x, dtype)
+            if (layer[3] is None) != (layer[4] is None):
+                raise ValueError(f"block {n}, layer {i + 1}: give both mean and variance, or none")
+            if layer[3] is None and x.shape[0] * x.shape[2] * x.shape[3] < 2:
+                raise ValueError(
+                    "x must have more than one value per channel to normalize by its batch, "
+                    f"but has the shape {list(x.shape)}"
+                )
+            channels = out
+        if channels != x.shape[1]:
+            raise ValueError(
+                f"block {n} makes {channels} channels of {x.shape[1]}; it must keep their number"
+            )
+
+
 def _tensor(name: str, value: object) -> Tensor:
     if not isinstance(value, Tensor):
         raise TypeError(f"{name} must be a tensor, not {value if value is None else type(value)}")
@@ -230,14 +342,20 @@ def _check(x: Tensor, dim: int, parameters: Parameters) -> None:
             raise ValueError(f"{name} must have the shape {list(shape)}, not {list(tensor.shape)}")
         if 0 in shape:
             raise ValueError(f"{name} must not be empty, but has the shape {list(shape)}")
-        dtype = dtype or tensor.dtype
-        if tensor.dtype not in DTYPES or tensor.dtype != dtype:
-            raise TypeError(
-                f"{name} is {tensor.dtype}; the parameters must share one floating-point dtype"
-            )
-        if (tensor.dtype == torch.float64) != (x.dtype == torch.float64):
-            raise TypeError(
-                f"{name} is {tensor.dtype} and x is {x.dtype}: float64 does not mix with others"
-            )
-        if tensor.device != x.device:
-            raise ValueError(f"{name} is on {tensor.device}, but x is on {x.device}")
+        dtype = _check_kind(name, tensor, x, dtype)
+
+
+def _check_kind(name: str, tensor: Tensor, x: Tensor, dtype: torch.dtype | None) -> torch.dtype:
+    """Dtype and device; returns the dtype that all parameters must share."""
+    dtype = dtype or tensor.dtype
+    if tensor.dtype not in DTYPES or tensor.dtype != dtype:
+        raise TypeError(
+            f"{name} is {tensor.dtype}; the parameters must share one floating-point dtype"
+        )
+    if (tensor.dtype == torch.float64) != (x.dtype == torch.float64):
+        raise TypeError(
+            f"{name} is {tensor.dtype} and x is {x.dtype}: float64 does not mix with others"
+        )
+    if tensor.device != x.device:
+        raise ValueError(f"{name} is on {tensor.device}, but x is on {x.device}")
+    return dtype

@@ -47,7 +47,7 @@ def _new_states(x: Tensor, *fields: Any) -> tuple[Tensor, Tensor, Tensor]:
     return (
         torch.empty_like(x),
         x.new_empty((problem.kept_states, *x.shape)),
-        x.new_empty(problem.statistics),
+        x.new_zeros(problem.statistics),
     )
 
 

@@ -36,11 +36,17 @@ class Problem(NamedTuple):
         first = self.parameters[0]
         return first is not None and first.shape[0] == 1
 
+    def layers_of(self, n: int) -> list[tuple[Tensor | None, ...]]:
+        """conv: the tensors of each of block n's layers."""
+        first = n * PER_LAYER * self.layers
+        starts = range(first, first + PER_LAYER * self.layers, PER_LAYER)
+        return [self.parameters[i : i + PER_LAYER] for i in starts]
+
     @property
     def convolutions(self) -> list[tuple[int, int, int]]:
         """Of each layer of a block: channels in, channels out, size of the window."""
         shapes = []
-        for weight in self.parameters[: PER_LAYER * self.layers : PER_LAYER]:
+        for weight, *_ in self.layers_of(0):
             assert weight is not None
             shapes.append((weight.shape[1], weight.shape[0], weight.shape[2]))
         return shapes

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.grad import conv2d_input, conv2d_weight
 
 # ---------------------------------------------------------------------------------------- states
 
@@ -116,6 +117,66 @@ class Function(Block):
             return gx, tuple(grads)
 
         return y.detach(), pullback
+
+
+class Conv(Block):
+    """f(x) = u_L with u_0 = x and u_l = bn_l(W_l ∗ σ(u_{l−1})).
+
+    A layer is W, γ, β, mean and variance of its channels; without the last two it normalizes by its
+    batch, and the mean and the unbiased variance of every layer in evaluation k of the forward pass
+    go to ``statistics[k]``, if given.
+    """
+
+    def __init__(
+        self,
+        activation: str,
+        epsilon: float,
+        layers: Sequence[Sequence[Any]],
+        statistics: Tensor | None = None,
+    ) -> None:
+        self.sigma, self.slope = ACTIVATIONS[activation]
+        self.epsilon, self.layers, self.statistics = epsilon, layers, statistics
+
+    def f(self, x: Tensor, k: int) -> Tensor:
+        x, trace = self.evaluate(x)
+        if self.statistics is not None:
+            row = self.statistics[k]
+            for (*_, mean, _), (_, z, *_) in zip(self.layers, trace, strict=True):
+                out = z.shape[1]
+                if mean is None:
+                    row[:out], row[out : 2 * out] = z.mean((0, 2, 3)), z.var((0, 2, 3))
+                row = row[2 * out :]
+        return x
+
+    def evaluate(self, x: Tensor) -> tuple[Tensor, list[tuple[Tensor, ...]]]:
+        """f(x), and of every layer u, z and what its normalization computed from the batch."""
+        trace = []
+        for weight, gamma, beta, mean, variance in self.layers:
+            z = F.conv2d(self.sigma(x), weight, padding="same")
+            u, batch = x, mean is None
+            x, *batch_statistics = torch.native_batch_norm(
+                z, gamma, beta, mean, variance, batch, 0.0, self.epsilon
+            )
+            trace.append((u, z, *batch_statistics))
+        return x, trace
+
+    def linearize(self, x: Tensor, k: int, wrt_x: bool = True) -> tuple[Tensor, Pullback]:
+        y, trace = self.evaluate(x)
+
+        def pullback(g: Tensor) -> tuple[Tensor, tuple[Tensor | None, ...]]:
+            grads: list[Tensor | None] = []
+            for layer, (u, z, *batch) in zip(reversed(self.layers), reversed(trace), strict=True):
+                weight, gamma, _, mean, variance = layer
+                dz, d_gamma, d_beta = torch.ops.aten.native_batch_norm_backward(
+                    g, z, gamma, mean, variance, *batch, mean is None, self.epsilon, [True] * 3
+                )
+                a, same = self.sigma(u), {"padding": weight.shape[-1] // 2}
+                d_weight = conv2d_weight(a, weight.shape, dz, **same)
+                g = conv2d_input(a.shape, weight, dz, **same) * self.slope(u)
+                grads = [d_weight, d_gamma, d_beta, None, None, *grads]
+            return g, tuple(grads)
+
+        return y, pullback
 
 
 def normal_cdf(z: Tensor) -> Tensor:
@@ -315,4 +376,7 @@ class Sums(dict[Block, tuple[Any, ...]]):
 
     def add(self, block: Block, grads: tuple[Any, ...]) -> None:
         before = self.get(block)
-        self[block] = tuple(a + b for a, b in zip(before, grads, strict=True)) if before else grads
+        if before is not None:
+            pairs = zip(before, grads, strict=True)
+            grads = tuple(None if a is None else a + b for a, b in pairs)
+        self[block] = grads

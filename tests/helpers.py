@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -26,6 +28,14 @@ RULES: list[dict[str, Any]] = [
 # Reconstructs states to within round-off of float64, so that adjoint gradients can be compared with
 # exact ones wherever truncation is not what is tested.
 PRECISE: dict[str, Any] = {"reverse": "refined", "order": 9, "step": 0.05}
+# relu's slope jumps at zero: nearer to it than this a rounding may decide a whole element.
+KINK = 2e-6
+
+
+class NearKink(Exception):
+    """Draw other numbers."""
+
+
 BLOCKS = ["relu", "tanh", "gelu", "silu", "linear"]
 
 
@@ -143,21 +153,113 @@ class LongLinear(reference.Block):
         return x @ self.weight.T, lambda g: (g @ self.weight, (g.T @ x,))
 
 
+class LongConv(reference.Block):
+    """``reference.Conv``; x is [images, channels, height, width]."""
+
+    def __init__(self, activation: str, layers: Any, epsilon: float) -> None:
+        self.sigma, self.slope = LONG_ACTIVATIONS[activation]
+        self.layers, self.epsilon = layers, epsilon
+        self.nearest_kink = np.inf  # the smallest |u| that σ was applied to
+
+    @staticmethod
+    def shifts(x: np.ndarray, size: int) -> list[np.ndarray]:
+        """x seen through every position of a window, zeros around it."""
+        rim, (height, width) = size // 2, x.shape[2:]
+        wide = np.pad(x, ((0, 0), (0, 0), (rim, rim), (rim, rim)))
+        return [wide[:, :, i : i + height, j : j + width] for i in range(size) for j in range(size)]
+
+    def convolve(self, x: np.ndarray, weight: np.ndarray) -> np.ndarray:
+        taps = weight.reshape(*weight.shape[:2], -1)
+        return sum(
+            np.einsum("nihw,oi->nohw", seen, taps[:, :, t])
+            for t, seen in enumerate(self.shifts(x, weight.shape[-1]))
+        )
+
+    def f(self, x: np.ndarray, k: int) -> np.ndarray:
+        return self.linearize(x, k)[0]
+
+    def linearize(self, x: np.ndarray, k: int, wrt_x: bool = True) -> Any:
+        def column(v: np.ndarray) -> np.ndarray:
+            return v[:, None, None]
+
+        trace, axes = [], (0, 2, 3)
+        for weight, gamma, beta, mean, variance in self.layers:
+            u, a = x, self.sigma(x)
+            self.nearest_kink = min(self.nearest_kink, np.abs(x).min())
+            z = self.convolve(a, weight)
+            batch = mean is None
+            if batch:
+                mean, variance = z.mean(axes), z.var(axes)
+            r = 1 / np.sqrt(variance + self.epsilon)
+            normal = (z - column(mean)) * column(r)
+            x = column(gamma) * normal + column(beta)
+            trace.append((weight, gamma, u, a, normal, r, batch))
+
+        def pullback(g: np.ndarray) -> Any:
+            gradients: list[Any] = []
+            for weight, gamma, u, a, normal, r, batch in reversed(trace):
+                count, size = g[:, 0].size, weight.shape[-1]
+                d_beta, d_gamma = g.sum(axes), (g * normal).sum(axes)
+                if batch:
+                    g = g - column(d_beta / count) - normal * column(d_gamma / count)
+                dz = column(gamma * r) * g
+                d_weight = np.stack(
+                    [np.einsum("nohw,nihw->oi", dz, seen) for seen in self.shifts(a, size)], -1
+                ).reshape(weight.shape)
+                gradients = [d_weight, d_gamma, d_beta, None, None, *gradients]
+                turned = weight.transpose(1, 0, 2, 3)[:, :, ::-1, ::-1]
+                g = self.convolve(dz, turned) * self.slope(u)
+            return g, tuple(gradients)
+
+        return x, pullback
+
+
+def long(t: Tensor | None) -> Any:
+    return None if t is None else t.detach().to(torch.float64).numpy().astype(np.longdouble)
+
+
+def long_conv_blocks(stage: rk.ConvStage) -> list[LongConv]:
+    def layer(conv: torch.nn.Conv2d, bn: torch.nn.BatchNorm2d) -> tuple[Any, ...]:
+        constants = (None, None) if bn.training else (bn.running_mean, bn.running_var)
+        return tuple(long(t) for t in (conv.weight, bn.weight, bn.bias, *constants))
+
+    epsilon = stage.blocks[0].bn1.eps
+    return [
+        LongConv(stage.activation, [layer(*pair) for pair in block.layers], epsilon)
+        for block in stage.blocks
+    ]
+
+
+def kinds(stage: rk.Stage) -> list[str]:
+    """Parameter names, without the block's number."""
+    return list(dict.fromkeys(re.sub(r"blocks\.\d+\.", "", n) for n, _ in stage.named_parameters()))
+
+
+def by_kind(stage: rk.Stage, values: Sequence[Any]) -> list[Any]:
+    """Output, ∂x and parameter gradients, those of all blocks' parameters of a kind as one."""
+    if not isinstance(stage, rk.ConvStage):
+        return list(values)
+    y, grad_x, *gradients = values
+    count = len(kinds(stage))
+    as_arrays = [np.asarray(long(g) if isinstance(g, Tensor) else g) for g in gradients]
+    return [y, grad_x, *(np.stack(as_arrays[k::count]) for k in range(count))]
+
+
 def long_gradients(stage: rk.Stage, x: Tensor, g: Tensor) -> list[np.ndarray]:
     """What ``gradients`` returns, by the reference in long double (64 bits of mantissa)."""
-    names = ["weight"] if isinstance(stage, rk.LinearStage) else ["w1", "b1", "w2", "b2"]
-    parameters = [getattr(stage, n) for n in names]
-
-    def long(t: Tensor | None) -> Any:
-        return None if t is None else t.detach().to(torch.float64).numpy().astype(np.longdouble)
-
-    stacked = [long(p) for p in parameters]
-    block_class = LongLinear if len(names) == 1 else lambda *t: LongMLP(stage.activation, *t)
-    distinct = [
-        block_class(*(None if p is None else p[n] for p in stacked))
-        for n in range(stage.num_blocks)
-    ]
-    blocks = distinct * stage.how.blocks(stage.depth) if stage.tied else distinct
+    distinct: Sequence[Any]
+    if isinstance(stage, rk.ConvStage):
+        distinct = long_conv_blocks(stage)
+    else:
+        names = ["weight"] if isinstance(stage, rk.LinearStage) else ["w1", "b1", "w2", "b2"]
+        parameters = [getattr(stage, n) for n in names]
+        stacked = [long(p) for p in parameters]
+        block_class = LongLinear if len(names) == 1 else lambda *t: LongMLP(stage.activation, *t)
+        distinct = [
+            block_class(*(None if p is None else p[n] for p in stacked))
+            for n in range(stage.num_blocks)
+        ]
+    blocks = list(distinct) * stage.how.blocks(stage.depth) if stage.tied else distinct
     method = stage.how.method(stage.depth)
     scheme = reference.SCHEMES[method.scheme](blocks, method.step)
     y, kept = reference.forward(scheme, long(x), method.keep_every)
@@ -167,6 +269,11 @@ def long_gradients(stage: rk.Stage, x: Tensor, g: Tensor) -> list[np.ndarray]:
         pullbacks = reference.adjoint(method.rule, method.order, scheme, y, kept)
     sums = reference.Sums()
     grad_x = reference.reverse(pullbacks, long(g), sums.add)
+    if isinstance(stage, rk.ConvStage):
+        if stage.activation == "relu" and min(block.nearest_kink for block in distinct) < KINK:
+            raise NearKink
+        flat = [gradient for block in distinct for gradient in sums[block]]
+        return [y, grad_x, *(gradient for gradient in flat if gradient is not None)]
     stacked_gradients = [
         np.stack([sums[block][i] for block in distinct])
         for i, p in enumerate(parameters)

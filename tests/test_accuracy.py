@@ -12,7 +12,10 @@ from helpers import (
     BLOCKS,
     LONG_ACTIVATIONS,
     RULES,
+    NearKink,
+    by_kind,
     gradients,
+    kinds,
     long_gradients,
     make_stage,
     name,
@@ -32,12 +35,14 @@ def assert_as_accurate_as_pytorch(stage: rk.Stage, x: torch.Tensor, g: torch.Ten
     exact = long_gradients(stage, x, g)
     kernel = gradients(stage.configure(backend="cpp"), x, g)
     pytorch = gradients(stage.configure(backend="reference"), x, g)
-    labels = ["y", "grad_x", *(n for n, _ in stage.named_parameters())]
-    for label, k, p, e in zip(labels, kernel, pytorch, exact, strict=True):
-        assert k.dtype == p.dtype
+    dtypes = [t.dtype for t in kernel]
+    assert dtypes == [t.dtype for t in pytorch]
+    labels = ["y", "grad_x", *kinds(stage)]
+    results = (by_kind(stage, values) for values in (kernel, pytorch, exact))
+    for label, dtype, k, p, e in zip(labels, dtypes, *results, strict=False):
         factor = 2 if label in ("y", "grad_x") else 3
         # No result can be expected to be better than its own rounding.
-        allowed = max(factor * relative_error(p, e), torch.finfo(k.dtype).eps / 2)
+        allowed = max(factor * relative_error(p, e), torch.finfo(dtype).eps / 2)
         assert relative_error(k, e) <= allowed, label
 
 
@@ -57,6 +62,52 @@ def test_kernels_are_as_accurate_as_pytorch(
         stage = make_stage(block, dim, hidden, 5, dtype=dtype, scheme=scheme, **options)
         x, g = torch.randn(2, rows, dim, dtype=dtype)
         assert_as_accurate_as_pytorch(stage, x, g)
+
+
+def make_conv_stage(block: str, activation: str, channels: int, **options: Any) -> rk.ConvStage:
+    """With normalizations that differ from one another, in training mode."""
+    stage = rk.ConvStage(channels, 4, block, activation=activation, **options)
+    for module in stage.modules():
+        if isinstance(module, torch.nn.BatchNorm2d):
+            for tensor in (module.weight, module.bias, module.running_mean):
+                torch.nn.init.normal_(tensor, float(tensor is module.weight), 0.2)
+    return stage
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("scheme", ["euler", "heun"])
+@pytest.mark.parametrize("options", RULES, ids=name)
+@pytest.mark.parametrize("block", ["basic", "bottleneck"])
+def test_convolutions_are_as_accurate_as_pytorch(
+    block: str,
+    options: dict[str, Any],
+    scheme: str,
+    dtype: torch.dtype,
+    instruction_set: str,
+    nan_memory: None,
+) -> None:
+    stage = make_conv_stage(block, "tanh", 19, hidden=17, dtype=dtype, scheme=scheme, **options)
+    assert_as_accurate_as_pytorch(stage, *torch.randn(2, 3, 19, 7, 6, dtype=dtype))
+
+
+@pytest.mark.parametrize("activation", ["relu", "gelu", "silu"])
+@pytest.mark.parametrize("train", [True, False])
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("options", RULES[:4], ids=name)
+def test_convolutions_of_every_kind(
+    options: dict[str, Any], activation: str, tied: bool, train: bool, nan_memory: None
+) -> None:
+    for shape in ((2, 16, 6, 6), (3, 8, 5, 5)):
+        for seed in range(20):
+            torch.manual_seed(seed)
+            stage = make_conv_stage("basic", activation, shape[1], tied=tied, **options)
+            try:
+                assert_as_accurate_as_pytorch(stage.train(train), *torch.randn(2, *shape))
+            except NearKink:
+                continue
+            break
+        else:
+            raise AssertionError("every draw was near a kink")
 
 
 @pytest.mark.parametrize("options", RULES, ids=name)

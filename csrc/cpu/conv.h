@@ -56,13 +56,14 @@ struct NormalizedGradient {
 struct Bands {
   Band largest;
 
-  // Bytes that the points of a band take, and patches that a matrix product should have at least.
-  static constexpr int64_t kBytes = 256 << 10, kPatches = 64;
+  // Bytes that the points of a band take; patches that a matrix product should have at least, and
+  // at most: sums over more of them would lose digits.
+  static constexpr int64_t kBytes = 256 << 10, kMinPatches = 64, kMaxPatches = 256;
 
   template <class T>
   static Bands of(Window w, int64_t channels) {
     const int64_t patch_bytes = w.points() * padded<T>(channels) * int64_t(sizeof(T));
-    const int64_t patches = max(kPatches * 4 / (w.patch() * w.patch()), kBytes / patch_bytes);
+    const int64_t patches = max(kMinPatches, min(kMaxPatches, kBytes / patch_bytes));
     const int64_t across = w.patches(w.width), image = w.patches(w.height) * across;
     if (image <= patches) return {{w, 0, patches / image, 0, w.height}};
     const int64_t lines = max(1, patches / across);
@@ -416,11 +417,10 @@ class Conv {
     const Products products{moments.mean, moments.deviation};
     if (l + 1 == s.layers) {
       std::fill_n(products.plain, 2 * max_channels(s), 0.0);
-      for (int64_t j = 0; j < ceil_div(out, kPanel<T>); ++j)
-        for_each_run(p.rows, [&](int64_t q, int64_t pixels) {
-          const int64_t offset = (j * p.rows + q) * kPanel<T>;
-          products.add(j * kPanel<T>, dy + offset, at.z + offset, at.bn.mean, pixels);
-        });
+      for (int64_t j = 0; j < ceil_div(out, kPanel<T>); ++j) {
+        const int64_t offset = j * p.rows * kPanel<T>;
+        products.add(j * kPanel<T>, dy + offset, at.z + offset, at.bn.mean, p.rows);
+      }
     }
     finish_products(layer, at.bn, sum.of[l * kPerLayer + Gamma].data,
                     sum.of[l * kPerLayer + Beta].data, sum.fresh, out);
@@ -476,13 +476,6 @@ class Conv {
       activated(load_all<Channels<T>>(z + at), value, slope);
       store_all(da + at, load_all<Channels<T>>(da + at) * slope);
     });
-  }
-
-  // f(first, count) for runs of pixels short enough to be summed up in the stream's dtype.
-  template <class F>
-  static void for_each_run(int64_t pixels, F f) {
-    constexpr int64_t kRun = 256;
-    for (int64_t q = 0; q < pixels; q += kRun) f(q, min(kRun, pixels - q));
   }
 
   // ∇γ, ∇β (this thread's part) and k1, k2 (everyone's)

@@ -7,9 +7,8 @@
 //     gradient   ∇β = Σ dy,  ∇γ = r Σ dy (z − μ),
 //                dz = a (dy − k1 − (z − μ) k2),  k1 = Σ dy / count,  k2 = r² Σ dy (z − μ) / count
 //
-// where μ and v are constants, k1 = k2 = 0. Sums over a run of pixels are formed in the stream's
-// dtype while the run is in the cache, sums of runs in double; threads add up theirs in their
-// order.
+// where μ and v are constants, k1 = k2 = 0. Sums over a short run of pixels are formed in the
+// stream's dtype, sums of runs in double; threads add up theirs in their order.
 
 #pragma once
 
@@ -46,22 +45,36 @@ RESODE_INLINE void for_each_pixel(int64_t offset, int64_t pixels, F f) {
 template <class T>
 using Channels = Pair<Vec<T>>;  // of one panel
 
+// f(first, count) for the runs of some pixels.
+template <class F>
+RESODE_INLINE void for_each_run(int64_t pixels, F f) {
+  constexpr int64_t kRun = 64;
+  for (int64_t q = 0; q < pixels; q += kRun) f(q, min(kRun, pixels - q));
+}
+
 // Count, mean and sum of squared deviations of what has been seen, per channel. Runs are merged by
 // the formula of Chan, Golub and LeVeque (1979), which does not cancel.
 struct Moments {
   double *mean, *deviation;
 
-  static void merge(double& mean, double& deviation, double count, double other_mean,
-                    double other_deviation, double other_count) {
-    const double delta = other_mean - mean, total = count + other_count;
-    if (total == 0) return;
-    mean += delta * (other_count / total);
-    deviation += other_deviation + delta * delta * (count * other_count / total);
+  static RESODE_INLINE void merge(double& mean, double& deviation, double count, double other_mean,
+                                  double other_deviation, double other_count) {
+    const double delta = other_mean - mean, share = other_count / (count + other_count);
+    mean += delta * share;
+    deviation += other_deviation + delta * delta * (count * share);
   }
 
-  // The run of pixels that begins at z, in channels c … c + P; `seen` pixels came before it.
+  // The pixels that begin at z, in channels c … c + P; `seen` pixels came before them.
   template <class T>
   void add(int64_t c, const T* z, int64_t pixels, int64_t seen) const {
+    for_each_run(pixels, [&](int64_t q, int64_t count) {
+      add_run(c, z + q * kPanel<T>, count, seen + q);
+    });
+  }
+
+ private:
+  template <class T>
+  void add_run(int64_t c, const T* z, int64_t pixels, int64_t seen) const {
     using V = Channels<T>;
     constexpr int kChains = 4;  // so that latency is hidden
     V sums[kChains] = {};
@@ -98,6 +111,14 @@ struct Products {
 
   template <class T>
   void add(int64_t c, const T* dy, const T* z, const T* mean, int64_t pixels) const {
+    for_each_run(pixels, [&](int64_t q, int64_t count) {
+      add_run(c, dy + q * kPanel<T>, z + q * kPanel<T>, mean, count);
+    });
+  }
+
+ private:
+  template <class T>
+  void add_run(int64_t c, const T* dy, const T* z, const T* mean, int64_t pixels) const {
     using V = Channels<T>;
     const V mu = load_all<V>(mean + c);
     V sums[2] = {}, products[2] = {};

@@ -9,15 +9,23 @@ import torch
 from torch import Tensor
 
 from .. import reference
-from ..problem import Problem
+from ..problem import PER_LAYER, Problem
 
 
 def unavailable() -> None:
     return None
 
 
-def _scheme(problem: Problem, dtype: torch.dtype) -> reference.Scheme:
+def _scheme(
+    problem: Problem, dtype: torch.dtype, statistics: Tensor | None = None
+) -> reference.Scheme:
     def block(n: int) -> reference.Block:
+        if problem.block == "conv":
+            layers = [
+                [None if p is None else p.to(dtype) for p in layer]
+                for layer in problem.layers_of(n)
+            ]
+            return reference.Conv(problem.activation, problem.epsilon, layers, statistics)
         theta: list[Any] = [None if p is None else p[n].to(dtype) for p in problem.parameters]
         if problem.block == "linear":
             return reference.Linear(*theta)
@@ -31,7 +39,8 @@ def _scheme(problem: Problem, dtype: torch.dtype) -> reference.Scheme:
 
 def forward(problem: Problem, x: Tensor, y: Tensor, anchors: Tensor, statistics: Tensor) -> None:
     with torch.autocast(x.device.type, enabled=False):
-        result, kept = reference.forward(_scheme(problem, x.dtype), x, problem.method.keep_every)
+        scheme = _scheme(problem, x.dtype, statistics)
+        result, kept = reference.forward(scheme, x, problem.method.keep_every)
     y.copy_(result)
     for anchor, state in zip(anchors, kept.values(), strict=True):
         anchor.copy_(state)
@@ -57,6 +66,11 @@ def reverse(
     if gradients[0] is not None:
         gradients[0].copy_(grad_x)
     for i, gradient in enumerate(gradients[1:]):
-        if gradient is not None:
+        if gradient is None:
+            continue
+        if problem.block == "conv":
+            n, k = divmod(i, PER_LAYER * problem.layers)
+            gradient.copy_(sums[scheme.f[n]][k])
+        else:
             for n in range(gradient.shape[0]):
                 gradient[n].copy_(sums[scheme.f[n]][i])
