@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from . import reference
-from .autograd import Undifferentiable
+from .autograd import undifferentiable
 from .options import Method
 from .problem import stream_dtype
 from .replay import (
@@ -273,8 +273,7 @@ class ResidualFunction(torch.autograd.Function):
                 for g, dtype in zip(gradients, ctx.dtypes, strict=True)
             ]
         if torch.is_grad_enabled():  # create_graph=True
-            graph = [t for t in (*cotangents, *saved) if t.requires_grad]
-            gradients = [g if g is None else Undifferentiable.apply(g, *graph) for g in gradients]
+            gradients = undifferentiable(gradients, (*cotangents, *saved))
         return None, *gradients
 
 
