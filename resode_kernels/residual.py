@@ -257,8 +257,9 @@ class ResidualFunction(torch.autograd.Function):
         end = width * (1 + len(ctx.kept))
         _, arguments, parameters = run.split((*cotangents, *saved[end:]))
         with torch.no_grad():
+            states = [t.detach() for t in saved[:end]]
             start, *anchors = (
-                in_stream(like(run.kind, saved[i : i + width])) for i in range(0, end, width)
+                in_stream(like(run.kind, states[i : i + width])) for i in range(0, end, width)
             )
             gradients: list[Tensor | None] = run.backward(
                 start,
