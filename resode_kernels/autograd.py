@@ -4,6 +4,7 @@ it, so hooks, accumulation, ``torch.autograd.grad`` and data-parallel wrappers w
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -63,22 +64,27 @@ class StageFunction(torch.autograd.Function):
             if grad_x is not None:
                 grad_x = grad_x.to(ctx.dtype)
         if torch.is_grad_enabled():  # create_graph=True
-            graph = [t for t in (grad, *saved) if t is not None and t.requires_grad]
-            grad_x, *grads = (
-                g if g is None else Undifferentiable.apply(g, *graph) for g in (grad_x, *grads)
-            )
+            grad_x, *grads = undifferentiable((grad_x, *grads), (grad, *saved))
         return grad_x, None, None, *grads
 
 
+def undifferentiable(
+    gradients: Sequence[Tensor | None], graph: Sequence[Tensor | None]
+) -> list[Tensor | None]:
+    """Gradients that depend on ``graph``, as autograd sees it, and refuse to be differentiated."""
+    known = [t for t in graph if t is not None and t.requires_grad]
+    present = [g for g in gradients if g is not None]
+    passed = iter(Undifferentiable.apply(len(present), *present, *known))
+    return [g if g is None else next(passed) for g in gradients]
+
+
 class Undifferentiable(torch.autograd.Function):
-    """Passes a gradient through and refuses to be differentiated."""
+    @staticmethod
+    def forward(ctx: Any, count: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+        return tuple(gradient.view_as(gradient) for gradient in tensors[:count])
 
     @staticmethod
-    def forward(ctx: Any, gradient: Tensor, *graph: Tensor) -> Tensor:
-        return gradient.view_as(gradient)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
+    def backward(ctx: Any, *grads: Tensor) -> Any:
         raise RuntimeError(
             "resode_kernels: a stage's gradients cannot be differentiated a second time (double "
             "backward). Build the network from plain PyTorch operations where you need that."

@@ -281,7 +281,8 @@ class Surroundings:
     """Random number generators, and autocast as it is when this is made."""
 
     def __init__(self, x: State) -> None:
-        self.devices = list(dict.fromkeys([torch.device("cpu"), *(t.device for t in parts(x))]))
+        devices = dict.fromkeys([torch.device("cpu"), *(t.device for t in parts(x))])
+        self.devices = [device for device in devices if device.type != "meta"]
         types = dict.fromkeys(device.type for device in self.devices)
         self.types = [t for t in types if torch.amp.is_autocast_available(t)]
         self.autocast = self.autocast_now()
@@ -318,15 +319,17 @@ class Surroundings:
         return stack
 
 
+HAVE_ONE_GENERATOR = ("cpu", "mps")
+
+
 def generator_state(device: torch.device) -> Tensor:
-    if device.type == "cpu":
-        return torch.get_rng_state()
-    state: Tensor = torch.get_device_module(device).get_rng_state(device)
+    module = torch if device.type == "cpu" else torch.get_device_module(device)
+    of_device = () if device.type in HAVE_ONE_GENERATOR else (device,)
+    state: Tensor = module.get_rng_state(*of_device)
     return state
 
 
 def set_generator_state(device: torch.device, state: Tensor) -> None:
-    if device.type == "cpu":
-        torch.set_rng_state(state)
-    else:
-        torch.get_device_module(device).set_rng_state(state, device)
+    module = torch if device.type == "cpu" else torch.get_device_module(device)
+    of_device = () if device.type in HAVE_ONE_GENERATOR else (device,)
+    module.set_rng_state(state, *of_device)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from . import reference
-from .autograd import Undifferentiable
+from .autograd import undifferentiable
 from .options import Method
 from .problem import stream_dtype
 from .replay import (
@@ -257,8 +257,9 @@ class ResidualFunction(torch.autograd.Function):
         end = width * (1 + len(ctx.kept))
         _, arguments, parameters = run.split((*cotangents, *saved[end:]))
         with torch.no_grad():
+            states = [t.detach() for t in saved[:end]]
             start, *anchors = (
-                in_stream(like(run.kind, saved[i : i + width])) for i in range(0, end, width)
+                in_stream(like(run.kind, states[i : i + width])) for i in range(0, end, width)
             )
             gradients: list[Tensor | None] = run.backward(
                 start,
@@ -273,8 +274,7 @@ class ResidualFunction(torch.autograd.Function):
                 for g, dtype in zip(gradients, ctx.dtypes, strict=True)
             ]
         if torch.is_grad_enabled():  # create_graph=True
-            graph = [t for t in (*cotangents, *saved) if t.requires_grad]
-            gradients = [g if g is None else Undifferentiable.apply(g, *graph) for g in gradients]
+            gradients = undifferentiable(gradients, (*cotangents, *saved))
         return None, *gradients
 
 
