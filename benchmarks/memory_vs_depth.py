@@ -24,6 +24,7 @@ import torch
 from matplotlib.ticker import FuncFormatter, NullFormatter
 from measure import in_fresh_process, interleaved, machine, peak_memory
 from networks import (
+    CHANNELS_LAST,
     CHECKPOINT,
     NETWORKS,
     PER_BLOCK,
@@ -38,6 +39,7 @@ from tqdm import tqdm
 
 COLOURS = {
     STANDARD: "#4d4d4d",
+    CHANNELS_LAST: "#8c8c8c",
     PER_BLOCK: "#d37295",
     CHECKPOINT: "#b07aa1",
     "paper": "#e69f00",
@@ -122,6 +124,12 @@ def parameter_bytes(config: Config) -> int:
 # ---------------------------------------------------------------------------------------- output
 
 
+def describe(config: Config) -> str:
+    hidden = "" if config.stage == "linear" else f", hidden {config.hidden}"
+    images = f" images of {config.size} × {config.size}" if config.stage == "conv" else ""
+    return f"{config.scheme}, width {config.dim}{hidden}, batch {config.batch}{images}"
+
+
 def megabytes(count: float | None) -> str:
     if count is None:
         return "out of memory"
@@ -181,11 +189,7 @@ def plot(points: list[Point], config: Config, path: Path) -> None:
         axes.xaxis.set_minor_formatter(NullFormatter())
         axes.grid(alpha=0.25)
         axes.spines[["top", "right"]].set_visible(False)
-    hidden = "" if config.stage == "linear" else f", hidden {config.hidden}"
-    figure.suptitle(
-        f"{NETWORKS[config.stage].title}, {config.scheme}, width {config.dim}{hidden}, "
-        f"batch {config.batch}"
-    )
+    figure.suptitle(f"{NETWORKS[config.stage].title}, {describe(config)}")
     figure.savefig(path, dpi=150)
 
 
@@ -207,12 +211,13 @@ def main() -> None:
     parser.add_argument(
         "--hidden", type=int, help="width of the hidden layer (default: dim; residual: 4 dim)"
     )
-    parser.add_argument("--batch", type=int, default=1024, help="default: 1024")
+    parser.add_argument("--batch", type=int, help="default: 1024 (conv: 32)")
+    parser.add_argument("--size", type=int, help="conv: side of the images (default: 16)")
     parser.add_argument(
         "--depths",
         type=int,
         nargs="+",
-        help="default: 4 16 64 256 1024 (residual: 4 16 64 256)",
+        help="default: 4 16 64 256 1024 (residual: 4 16 64 256; conv: 4 16 64 128)",
     )
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     args = parser.parse_args()
@@ -222,8 +227,9 @@ def main() -> None:
     depths = sorted(args.depths or kind.depths)
     if args.hidden is None:
         args.hidden = kind.hidden_factor * args.dim
-    if min(args.dim, args.hidden, args.batch, *depths) < 1:
-        parser.error("--dim, --hidden, --batch and --depths must be at least 1")
+    batch, size = args.batch or kind.batch, args.size or kind.size
+    if min(args.dim, args.hidden, batch, size, *depths) < 1:
+        parser.error("--dim, --hidden, --batch, --size and --depths must be at least 1")
 
     config = Config(
         stage=args.stage,
@@ -231,18 +237,17 @@ def main() -> None:
         weights=args.weights,
         dim=args.dim,
         hidden=args.hidden,
-        batch=args.batch,
+        batch=batch,
+        size=size,
+        activation=kind.activation,
         device=args.device,
     )
-    print(
-        f"{config.stage} stage, {config.scheme}, {config.weights} weights, dim {config.dim}, "
-        f"hidden {config.hidden}, batch {config.batch}, float32\n{machine()}\n"
-    )
+    print(f"{kind.title}, {describe(config)}, {config.weights} weights, float32\n{machine()}\n")
     points = measure(config, depths)
     print(table(points))
 
     args.out.mkdir(parents=True, exist_ok=True)
-    name = "memory_vs_depth" + ("_residual" if args.stage == "residual" else "")
+    name = "memory_vs_depth" + ("" if args.stage == "mlp" else f"_{args.stage}")
     csv_path, png_path = args.out / f"{name}.csv", args.out / f"{name}.png"
     with csv_path.open("w", newline="") as file:
         rows = [{**asdict(config), **asdict(p), "machine": machine()} for p in points]

@@ -6,10 +6,11 @@ on the same batch; ``gradients`` then tells what it computed.
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -19,13 +20,11 @@ from torch.utils.checkpoint import checkpoint
 import resode_kernels as rk
 
 STANDARD = "standard backprop"
+CHANNELS_LAST = "standard, channels last"
 PER_BLOCK = "checkpoint, per block"
 CHECKPOINT = "checkpoint, √N segments"
 RULES = ("paper", "refined", "predicted")
 WEIGHTS = ("independent", "smooth", "tied")
-
-# Matrix products per block and training step of an untied Euler MLP stage.
-PRODUCTS = {STANDARD: 6, "paper": 9, "refined": 10, "predicted": 8}
 
 
 @dataclass
@@ -39,6 +38,8 @@ class Config:
     hidden: int = 64
     depth: int = 64
     batch: int = 1024
+    size: int = 1
+    """Height and width of images."""
     device: str = "cpu"
     activation: str = "tanh"
 
@@ -53,10 +54,15 @@ class Network:
 
     title: str
     contestant_names: tuple[str, ...] = (STANDARD, CHECKPOINT, *RULES)
+    baselines: tuple[str, ...] = (STANDARD,)
+    """The faster of these is what others are compared with."""
+    products: ClassVar[dict[str, int]]
+    """Products (a layer's, its data gradient's or its weight gradient's) per block and training
+    step of an untied Euler stage."""
     depths: tuple[int, ...] = (4, 16, 64, 256, 1024)
-    """To measure by default."""
+    """To measure by default, as is what follows."""
     hidden_factor = 1
-    """hidden / dim by default."""
+    batch, size, activation = 1024, 1, "tanh"
 
     stage: rk.Stage
     x: Tensor
@@ -68,6 +74,10 @@ class Network:
 
     def f(self, n: int, x: Tensor) -> Tensor:
         """Block n in the plain loop."""
+        raise NotImplementedError
+
+    def product_flops(self) -> float:
+        """Of one product, as the plain formula counts them."""
         raise NotImplementedError
 
     def parameters(self) -> list[nn.Parameter | Tensor]:
@@ -91,7 +101,11 @@ class Network:
         }
         for rule in RULES:
             steps[rule] = lambda rule=rule: self._train(self.stage.configure(reverse=rule))
-        return {name: steps[name] for name in self.contestant_names}
+        return {name: steps[name] for name in self.contestant_names if name in steps}
+
+    def unit(self, seconds: dict[str, float]) -> float:
+        """The time that others are compared with."""
+        return min(seconds[name] for name in self.baselines)
 
     def forget(self) -> None:
         """Drops gradients and the output, as between two steps."""
@@ -99,11 +113,13 @@ class Network:
         for p in self.parameters():
             p.grad = None
 
-    def _train(self, forward: Callable[[Tensor], Tensor]) -> None:
-        x = self.x.detach().requires_grad_()
+    def _train(
+        self, forward: Callable[[Tensor], Tensor], x: Tensor | None = None, g: Tensor | None = None
+    ) -> None:
+        x = (self.x if x is None else x).detach().requires_grad_()
         y = forward(x)
         self.output = y.detach()
-        y.backward(self.cotangent)
+        y.backward(self.cotangent if g is None else g)
 
     def _checkpointed(self, length: int, x: Tensor) -> Tensor:
         for begin in range(0, self.config.depth, length):
@@ -142,6 +158,9 @@ class StackedNetwork(Network):
     def make_stage(self, **options: Any) -> rk.Stage:
         raise NotImplementedError
 
+    def product_flops(self) -> float:
+        return 2 * self.config.batch * self.config.dim * self.config.hidden
+
     def layer(self, n: int) -> list[Tensor]:
         return self.layers[0 if self.config.tied else n]
 
@@ -169,6 +188,7 @@ class StackedNetwork(Network):
 
 class MLPNetwork(StackedNetwork):
     title = "Residual MLP stage"
+    products: ClassVar = {STANDARD: 6, "paper": 9, "refined": 10, "predicted": 8}
 
     def make_stage(self, **options: Any) -> rk.Stage:
         c = self.config
@@ -181,7 +201,8 @@ class MLPNetwork(StackedNetwork):
 
 
 class LinearNetwork(StackedNetwork):
-    title = "Residual LINEAR stage"
+    title = "Residual linear stage"
+    products: ClassVar = {STANDARD: 3, "paper": 4, "refined": 5, "predicted": 4}
 
     def make_stage(self, **options: Any) -> rk.Stage:
         return rk.LinearStage(self.config.dim, self.config.depth, **options)
@@ -199,16 +220,12 @@ class ModuleNetwork(Network):
     def __init__(self, config: Config) -> None:
         super().__init__(config)
         torch.manual_seed(0)
-        count = 1 if config.tied else rk.How(scheme=config.scheme).blocks(config.depth)
-        blocks = [self.make_block() for _ in range(count)]
+        self.stage = self.make_stage().to(config.device)
         if config.weights == "smooth":
-            self._interpolate(blocks)
-        self.stage = rk.ResidualStage(
-            blocks, depth=config.depth, scheme=config.scheme, backend="reference"
-        ).to(config.device)
+            self._interpolate(self.stage.blocks)
         self.x, self.cotangent = torch.randn(2, *self.shape()).to(config.device)
 
-    def make_block(self) -> nn.Module:
+    def make_stage(self) -> rk.ResidualStage:
         raise NotImplementedError
 
     def shape(self) -> tuple[int, ...]:
@@ -225,9 +242,9 @@ class ModuleNetwork(Network):
         return torch.cat([p.grad.flatten() for p in self.stage.parameters()])
 
     @staticmethod
-    def _interpolate(blocks: list[nn.Module]) -> None:
+    def _interpolate(blocks: nn.ModuleList) -> None:
         """Parameters linear in depth between those of the first and the last block."""
-        for n, block in enumerate(blocks[1:-1], 1):
+        for n, block in enumerate(blocks):
             between = zip(
                 block.parameters(), blocks[0].parameters(), blocks[-1].parameters(), strict=True
             )
@@ -240,10 +257,20 @@ class TransformerNetwork(ModuleNetwork):
     """Pre-norm transformer blocks; the batch is split into sequences of 64 tokens."""
 
     title = "Stage of transformer blocks"
+    baselines = (PER_BLOCK,)
+    products: ClassVar = {STANDARD: 3, PER_BLOCK: 4, "paper": 5, "refined": 5, "predicted": 4}
     hidden_factor = 4
 
-    def make_block(self) -> nn.Module:
-        return TransformerBlock(self.config.dim, self.config.hidden)
+    def make_stage(self) -> rk.ResidualStage:
+        c = self.config
+        count = 1 if c.tied else rk.How(scheme=c.scheme).blocks(c.depth)
+        blocks = [TransformerBlock(c.dim, c.hidden) for _ in range(count)]
+        return rk.ResidualStage(blocks, depth=c.depth, scheme=c.scheme)
+
+    def product_flops(self) -> float:
+        """Of all a block's matrix products in one direction."""
+        c, (_, tokens, _) = self.config, self.shape()
+        return 2 * c.batch * c.dim * (4 * c.dim + 2 * c.hidden + 2 * tokens)
 
     def shape(self) -> tuple[int, ...]:
         tokens = math.gcd(self.config.batch, 64)
@@ -268,9 +295,60 @@ class TransformerBlock(nn.Module):
         return a + self.mlp(self.norm2(x + a))
 
 
+class ConvNetwork(ModuleNetwork):
+    """The paper's basic blocks; PyTorch's loop runs in both memory formats."""
+
+    title = "Residual convolutional stage"
+    contestant_names = (STANDARD, CHANNELS_LAST, CHECKPOINT, *RULES)
+    baselines = (STANDARD, CHANNELS_LAST)
+    products: ClassVar = {STANDARD: 6, CHANNELS_LAST: 6, "paper": 10, "refined": 10, "predicted": 8}
+    depths = (4, 16, 64, 128)
+    batch, size, activation = 32, 16, "relu"
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        last = torch.channels_last
+        self.blocks_last = copy.deepcopy(self.stage.blocks).to(memory_format=last)
+        self.batch_last = [t.contiguous(memory_format=last) for t in (self.x, self.cotangent)]
+
+    def make_stage(self) -> rk.ResidualStage:
+        c = self.config
+        return rk.ConvStage(
+            c.dim, c.depth, hidden=c.hidden, activation=c.activation, tied=c.tied, scheme=c.scheme
+        )
+
+    def shape(self) -> tuple[int, ...]:
+        return self.config.batch, self.config.dim, self.config.size, self.config.size
+
+    def product_flops(self) -> float:
+        c = self.config
+        return 2 * c.batch * c.size**2 * 9 * c.dim * c.hidden
+
+    def contestants(self) -> dict[str, Callable[[], None]]:
+        steps = super().contestants()
+        depth = self.config.depth
+        steps[CHANNELS_LAST] = lambda: self._train(
+            lambda x: self._steps(0, depth, x), *self.batch_last
+        )
+        return {name: steps[name] for name in self.contestant_names}
+
+    def f(self, n: int, x: Tensor) -> Tensor:
+        last = x.is_contiguous(memory_format=torch.channels_last)
+        blocks = self.blocks_last if last else self.stage.blocks
+        return blocks[0 if self.config.tied else n](x)
+
+    def parameters(self) -> list[nn.Parameter | Tensor]:
+        return [*self.stage.parameters(), *self.blocks_last.parameters()]
+
+    def gradients(self) -> Tensor:
+        grads = [p.grad.flatten() for p in self.parameters() if p.grad is not None]
+        return torch.cat(grads)
+
+
 NETWORKS: dict[str, type[Network]] = {
     "mlp": MLPNetwork,
     "linear": LinearNetwork,
+    "conv": ConvNetwork,
     "residual": TransformerNetwork,
 }
 

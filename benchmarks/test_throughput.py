@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from memory_vs_depth import compare_gradients
-from networks import PRODUCTS, Config, Network, make_network
+from networks import Config, MLPNetwork, Network, make_network
 
 SHAPES = [(64, 1024, 64), (256, 1024, 8), (64, 32, 64)]
 
@@ -25,7 +25,7 @@ def network(request: pytest.FixtureRequest) -> Network:
     return network
 
 
-@pytest.mark.parametrize("contestant", PRODUCTS)
+@pytest.mark.parametrize("contestant", MLPNetwork.products)
 def test_training_step(benchmark: Any, network: Network, contestant: str) -> None:
     benchmark.group = f"dim {network.config.dim}, batch {network.config.batch}"
     step = network.contestants()[contestant]

@@ -1,11 +1,13 @@
-"""Speed of a training step against standard backprop, and the rate of the matrix products in it
-against the machine's peak.
+"""Speed of a training step against what is there without this package, and the rate of the products
+in it against the machine's peak.
 
-    python benchmarks/throughput.py [--shapes 64,1024,256 …] [--activation relu]
+    python benchmarks/throughput.py [--stage mlp|conv|residual] [--shapes 64,1024,256 …]
 
-Standard backprop is the same network as a plain PyTorch loop with autograd. All contestants and the
-peak are measured in turns in one process; medians are printed, and quartiles of the times written
-to throughput.csv. A rate is 2 · rows · dim · hidden · (products per block) · depth / time.
+mlp and conv are compared with standard backprop, the same network as a plain PyTorch loop with
+autograd (conv: the faster of the two memory formats), residual with torch.utils.checkpoint on every
+block. All contestants and the peak are measured in turns in one process; medians are printed, and
+quartiles of the times written to throughput.csv (throughput_conv.csv, …). A rate is that of the
+plain formula's operations: the kernels of the convolutions need fewer, and may exceed the peak.
 """
 
 from __future__ import annotations
@@ -19,31 +21,39 @@ from pathlib import Path
 import torch
 from measure import interleaved, machine
 from memory_vs_depth import compare_gradients
-from networks import PRODUCTS, RULES, STANDARD, WEIGHTS, Config, make_network
+from networks import NETWORKS, WEIGHTS, Config, make_network
 from tqdm import tqdm
 
 from resode_kernels.backends import cpp
 
-SHAPES = ("64,1024,256", "128,2048,64", "256,1024,32", "64,32,256")
+# dim, batch, depth; conv: and the side of the images
+SHAPES = {
+    "mlp": ("64,1024,256", "128,2048,64", "256,1024,32", "64,32,256"),
+    "conv": ("16,256,64,10", "64,32,16,32", "256,32,16,8"),
+    "residual": ("256,512,64", "256,512,16"),
+}
 
 
 def measure(config: Config) -> list[dict[str, object]]:
     network = make_network(config)
     errors = compare_gradients(network)
     peaks: list[float] = []
-    contestants = {name: step for name, step in network.contestants().items() if name in PRODUCTS}
+    contestants = {
+        name: step for name, step in network.contestants().items() if name in network.products
+    }
     contestants["peak"] = lambda: peaks.append(cpp._C.fma_peak(torch.get_num_threads(), 0.05))
     times = interleaved(contestants, after=network.forget, seconds=10, rounds=(9, 60))
     peak = statistics.median(peaks)
+    unit = network.unit({name: t.median for name, t in times.items()})
     rows: list[dict[str, object]] = []
-    for name, products in PRODUCTS.items():
-        flops = 2 * config.batch * config.dim * config.hidden * products * config.depth
+    for name, products in network.products.items():
+        flops = network.product_flops() * products * config.depth
         rows.append(
             {
                 **asdict(config),
                 "contestant": name,
                 **asdict(times[name]),
-                "speed_up": times[STANDARD].median / times[name].median,
+                "speed_up": unit / times[name].median,
                 "fraction_of_peak": flops / times[name].median / peak,
                 "peak_gflops": peak / 1e9,
                 "gradient_error": errors[name],
@@ -57,36 +67,40 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--shapes", nargs="+", default=SHAPES, metavar="DIM,BATCH,DEPTH")
-    parser.add_argument("--activation", default="tanh", choices=["relu", "tanh", "gelu", "silu"])
+    parser.add_argument("--stage", default="mlp", choices=list(SHAPES))
+    parser.add_argument("--shapes", nargs="+", metavar="DIM,BATCH,DEPTH[,SIZE]")
+    parser.add_argument("--activation", choices=["relu", "tanh", "gelu", "silu"])
     parser.add_argument("--weights", default="independent", choices=WEIGHTS)
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     args = parser.parse_args()
 
-    print(f"MLP stages, euler, {args.activation}, dim = hidden, float32\n{machine()}\n")
-    head = f"{'dim, batch, depth':>18}  {STANDARD:>22}  " + "  ".join(
-        f"{rule:>22}" for rule in RULES
-    )
+    kind = NETWORKS[args.stage]
+    activation = args.activation or kind.activation
+    print(f"{kind.title}, euler, {activation}, float32\n{machine()}\n")
+    names = list(kind.products)
+    shape_head = "dim, batch, depth" + (", size" if args.stage == "conv" else "")
+    head = f"{shape_head:>23}  " + "  ".join(f"{name:>23}" for name in names)
     print(head + f"  {'peak':>9}\n" + "-" * (len(head) + 11))
     rows = []
-    for shape in tqdm(args.shapes, unit="shape", leave=False):
-        dim, batch, depth = map(int, shape.split(","))
+    for shape in tqdm(args.shapes or SHAPES[args.stage], unit="shape", leave=False):
+        dim, batch, depth, *size = map(int, shape.split(","))
         config = Config(
-            dim=dim, hidden=dim, batch=batch, depth=depth,
-            activation=args.activation, weights=args.weights,
+            stage=args.stage, dim=dim, hidden=kind.hidden_factor * dim, batch=batch, depth=depth,
+            size=size[0] if size else kind.size, activation=activation, weights=args.weights,
         )  # fmt: skip
         results = measure(config)
         rows += results
         cells = [
-            f"{1e3 * r['median']:7.1f} ms {r['speed_up']:4.2f}x "
+            f"{1e3 * r['median']:8.1f} ms {r['speed_up']:4.2f}x "
             f"{100 * r['fraction_of_peak']:4.0f} %"
             for r in results
         ]
-        tqdm.write(f"{shape:>18}  " + "  ".join(cells) + f"  {results[0]['peak_gflops']:4.0f} GF/s")
-    print("\nEach cell: time per training step, speed relative to standard backprop, rate / peak")
+        tqdm.write(f"{shape:>23}  " + "  ".join(cells) + f"  {results[0]['peak_gflops']:4.0f} GF/s")
+    base = " / ".join(kind.baselines)
+    print(f"\nEach cell: time per training step, speed relative to {base}, rate / peak")
 
     args.out.mkdir(parents=True, exist_ok=True)
-    path = args.out / "throughput.csv"
+    path = args.out / f"throughput{'' if args.stage == 'mlp' else '_' + args.stage}.csv"
     with path.open("w", newline="") as file:
         writer = csv.DictWriter(file, rows[0])
         writer.writeheader()

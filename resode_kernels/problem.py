@@ -9,8 +9,24 @@ from torch import Tensor
 
 from .options import Method
 
-PER_LAYER = 5
-"""Tensors of a convolutional layer."""
+
+class ConvLayer(NamedTuple):
+    """A layer of ``functional.conv_stage``: convolution, then batch normalization, stacked over
+    blocks.
+
+    weight          [blocks, out, in, size, size], size 1 or 3
+    gamma, beta     [blocks, out] or None
+    mean, variance  [blocks, out] to normalize by; None: by those of the batch
+    """
+
+    weight: Tensor
+    gamma: Tensor | None = None
+    beta: Tensor | None = None
+    mean: Tensor | None = None
+    variance: Tensor | None = None
+
+
+PER_LAYER = len(ConvLayer._fields)
 
 
 class Problem(NamedTuple):

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from . import functional
+from . import checks, functional
 from .options import How, choice, positive_int
 from .replay import State
 
@@ -155,10 +155,10 @@ class ResidualStage(Stage):
     ``torch.compile`` a stage is a graph break; its blocks may be compiled.
     """
 
-    def __init__(self, blocks: functional.Blocks, *, depth: int | None = None, **how: Any) -> None:
+    def __init__(self, blocks: checks.Blocks, *, depth: int | None = None, **how: Any) -> None:
         options = How.from_options(how)
-        modules = functional.block_list(blocks, depth, options)
-        steps = functional.steps(depth, len(modules), options)
+        modules = checks.block_list(blocks, depth, options)
+        steps = checks.steps(depth, len(modules), options)
         tied = all(module is modules[0] for module in modules) and (
             len(modules) > 1 or depth is not None
         )

@@ -59,6 +59,18 @@ def gradients(stage: rk.Stage, x: Tensor, g: Tensor) -> list[Tensor]:
     return [y.detach(), *torch.autograd.grad(y, [x, *stage.parameters()], g)]
 
 
+def kernel_gradients(stage: rk.Stage, x: Tensor, g: Tensor, threads: int) -> list[Tensor]:
+    """``gradients`` by the C++ kernels on so many threads, in memory full of NaNs."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    torch.use_deterministic_algorithms(True)  # fills fresh memory with NaN
+    try:
+        return gradients(stage.configure(backend="cpp"), x, g)
+    finally:
+        torch.use_deterministic_algorithms(False)
+        torch.set_num_threads(before)
+
+
 def plain(stage: rk.Stage, x: Tensor) -> Tensor:
     """The network as anyone would write it, for autograd: standard backprop."""
     h = 1 / stage.depth if stage.how.step is None else stage.how.step

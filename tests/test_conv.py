@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import RULES, gradients, name, relative_error
+from helpers import RULES, gradients, kernel_gradients, name, relative_error
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_properties import rules
@@ -246,14 +246,7 @@ def test_whatever_the_shapes(
     ).train(train)  # fmt: skip
     images = max(images, 3 if train else 1)  # statistics of two pixels amplify any rounding
     x, g = torch.randn(2, images, channels, height, width, dtype=torch.float64)
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    torch.use_deterministic_algorithms(True)  # fills fresh memory with NaN
-    try:
-        kernel = gradients(stage.configure(backend="cpp"), x, g)
-    finally:
-        torch.use_deterministic_algorithms(False)
-        torch.set_num_threads(before)
+    kernel = kernel_gradients(stage, x, g, threads)
     for k, r in zip(kernel, gradients(stage.configure(backend="reference"), x, g), strict=True):
         assert relative_error(k, r) < 1e-8
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import BLOCKS, gradients, make_stage, relative_error
+from helpers import BLOCKS, gradients, kernel_gradients, make_stage, relative_error
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -55,14 +55,7 @@ def test_kernels_agree_with_the_reference(
     torch.manual_seed(seed)
     stage = make_stage(block, dim, hidden, depth, bias, tied=tied, dtype=dtype, **options)
     x, g = torch.randn(2, rows, dim, dtype=dtype)
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    torch.use_deterministic_algorithms(True)  # fills fresh memory with NaN
-    try:
-        kernel = gradients(stage.configure(backend="cpp"), x, g)
-    finally:
-        torch.use_deterministic_algorithms(False)
-        torch.set_num_threads(before)
+    kernel = kernel_gradients(stage, x, g, threads)
     tolerance = 500 * torch.finfo(dtype).eps
     for k, r in zip(kernel, gradients(stage.configure(backend="reference"), x, g), strict=True):
         # relu's slope jumps at zero: there a rounding may decide a whole element

@@ -26,73 +26,20 @@ namespace {
 
 using resode::kMaxLayers;
 
-// dz = a (dy − k1 − (z − μ) k2)
-template <class T>
-struct NormalizedGradient {
-  const T *dy, *z;
-  Normalization<T> bn;
-  bool batch;  // the statistics are the batch's
-
-  RESODE_INLINE void operator()(int64_t panel, int64_t offset, T* to, int64_t pixels) const {
-    using V = Channels<T>;
-    const int64_t c = panel * kPanel<T>;
-    const V a = load_all<V>(bn.scale + c), mu = load_all<V>(bn.mean + c);
-    const V k1 = load_all<V>(bn.k1 + c), k2 = load_all<V>(bn.k2 + c);
-    to -= offset;
-    if (batch) {
-      for_each_pixel<T>(offset, pixels, [&](int64_t at) RESODE_ALWAYS {
-        const V g = load_all<V>(dy + at) - k1, d = load_all<V>(z + at) - mu;
-        store_all(to + at, a * (g - d * k2));
-      });
-    } else {
-      for_each_pixel<T>(offset, pixels, [&](int64_t at) RESODE_ALWAYS {
-        store_all(to + at, a * load_all<V>(dy + at));
-      });
-    }
-  }
-};
-
-// How a layer's images are cut into bands: several whole images, or lines of one.
-struct Bands {
-  Band largest;
-
-  // Bytes that the points of a band take; patches that a matrix product should have at least, and
-  // at most: sums over more of them would lose digits.
-  static constexpr int64_t kBytes = 256 << 10, kMinPatches = 64, kMaxPatches = 256;
-
-  template <class T>
-  static Bands of(Window w, int64_t channels) {
-    const int64_t patch_bytes = w.points() * padded<T>(channels) * int64_t(sizeof(T));
-    const int64_t patches = max(kMinPatches, min(kMaxPatches, kBytes / patch_bytes));
-    const int64_t across = w.patches(w.width), image = w.patches(w.height) * across;
-    if (image <= patches) return {{w, 0, patches / image, 0, w.height}};
-    const int64_t lines = max(1, patches / across);
-    return {{w, 0, 1, 0, min(w.height, lines * w.patch())}};
-  }
-
-  template <class F>
-  void for_each(int64_t images, F f) const {
-    const Window w = largest.window;
-    for (int64_t i = 0; i < images; i += largest.images)
-      for (int64_t y = 0; y < w.height; y += largest.lines)
-        f(Band{w, i, min(largest.images, images - i), y, min(largest.lines, w.height - y)});
-  }
-};
-
 template <class T>
 class Conv {
  public:
   static constexpr int kAhead = 1;
   enum { Weight, Gamma, Beta, Mean, Variance, kPerLayer };
 
-  // One layer's parameters, packed; mean and variance null: the batch's.
+  // One layer's parameters, packed.
   struct Layer {
     Matrix<T> w, w_t;
     T *gamma, *beta, *mean, *variance;
-    bool batch;
   };
   struct Weights {
-    Layer* layers;
+    const Layer* layers;
+    bool batch[kMaxLayers];  // whether a layer normalizes by its batch
   };
   struct Trace {
     struct {
@@ -145,12 +92,11 @@ class Conv {
     return {nullptr, k % kPerLayer == Weight ? window(s, l).points() * in : 1, out};
   }
 
-  Weights weights(Arena&, int slot, bool) const {
-    return {const_cast<Layer*>(shared.layers[slot])};
-  }
+  Weights weights(Arena&, int slot, bool) const { return {shared.layers[slot], {}}; }
 
-  void pack_weights(Weights w, int64_t n) {
+  void pack_weights(Weights& w, int64_t n) {
     crew.meet();  // nobody needs what was there
+    for (int l = 0; l < s.layers; ++l) w.batch[l] = !parameter<void>(n, l, Mean);
     with_storage<T>(s.storage, [&](auto storage) {
       for (int l = 0; l < s.layers; ++l) pack_layer<decltype(storage)>(w.layers[l], n, l);
     });
@@ -187,12 +133,12 @@ class Conv {
           convolve(a, w.layers[l].w, [&](int64_t j, Points<T> m) {
             T* const z = to.z + (j * p.rows + b.begin()) * kPanel<T>;
             synthesise(m, j, z);
-            if (w.layers[l].batch) moments.add(j * kPanel<T>, z, b.pixels(), seen);
+            if (w.batch[l]) moments.add(j * kPanel<T>, z, b.pixels(), seen);
           });
           seen += b.pixels();
         });
       });
-      finish_statistics(w.layers[l], to.bn, out, seen);
+      finish_statistics(w, l, to.bn);
       input = {to.z, p.rows, out};
     }
   }
@@ -214,8 +160,8 @@ class Conv {
   void vjp(const Weights& w, Matrix<T> p, Trace& t, Matrix<T> g, const Gradient<T>& sum,
            Update<T> update) {
     with_activation(s.activation, [&](auto activation) {
-      for (int l = s.layers - 1; l >= 0; --l)
-        vjp_layer<decltype(activation)>(w, p, t, g, sum, update, l);
+      int l = s.layers - 1;
+      while (vjp_layer<decltype(activation)>(w, p, t, g, sum, update, l) && l > 0) --l;
     });
   }
 
@@ -291,7 +237,7 @@ class Conv {
 
   // One worker's share of a layer; the vectors are everyone's.
   template <class S>
-  void pack_layer(Layer& to, int64_t n, int l) {
+  void pack_layer(const Layer& to, int64_t n, int l) const {
     const auto [in, out, size] = s.convolutions[l];
     const S* const w = parameter<S>(n, l, Weight);
     const int64_t taps = size * size;
@@ -303,7 +249,6 @@ class Conv {
         return i < in && o < out ? T(widen(w[(o * in + i) * taps + taps - 1 - t])) : T(0);
       });
     if (crew.team.rank > 0) return;
-    to.batch = !parameter<S>(n, l, Mean);
     const auto vector = [&](T* v, int which, T otherwise) {
       const S* from = parameter<S>(n, l, which);
       for (int64_t c = 0; c < padded<T>(out); ++c)
@@ -382,10 +327,11 @@ class Conv {
         f(c, part, all[part * each + c], all[part * each + row + c]);
   }
 
-  void finish_statistics(const Layer& layer, const Normalization<T>& bn, int64_t channels,
-                         int64_t) {
+  void finish_statistics(const Weights& w, int l, const Normalization<T>& bn) {
+    const Layer& layer = w.layers[l];
+    const int64_t channels = s.convolutions[l].out;
     const double pixels = double(s.rows);
-    if (!layer.batch) {
+    if (!w.batch[l]) {
       for (int64_t c = 0; c < padded<T>(channels); ++c)
         bn.set(c, layer.mean[c], layer.variance[c], s.epsilon);
     } else {
@@ -407,8 +353,9 @@ class Conv {
     if (records) records += 2 * channels;
   }
 
+  // Returns whether anything before the layer is wanted.
   template <class Act>
-  void vjp_layer(const Weights& w, Matrix<T> p, Trace& t, Matrix<T> g, const Gradient<T>& sum,
+  bool vjp_layer(const Weights& w, Matrix<T> p, Trace& t, Matrix<T> g, const Gradient<T>& sum,
                  Update<T> update, int l) {
     const auto [in, out, _] = s.convolutions[l];
     const Layer& layer = w.layers[l];
@@ -422,17 +369,17 @@ class Conv {
         products.add(j * kPanel<T>, dy + offset, at.z + offset, at.bn.mean, p.rows);
       }
     }
-    finish_products(layer, at.bn, sum.of[l * kPerLayer + Gamma].data,
+    finish_products(w.batch[l], at.bn, sum.of[l * kPerLayer + Gamma].data,
                     sum.of[l * kPerLayer + Beta].data, sum.fresh, out);
 
     T* const weight_sum = sum.of[l * kPerLayer + Weight].data;
-    bool below = !update.empty();  // whether anything before this layer is wanted
+    bool below = !update.empty();
     for (int k = 0; k < l * kPerLayer; ++k) below = below || sum.of[k].data;
-    if (!weight_sum && !below) return;
+    if (!weight_sum && !below) return false;
 
     const Matrix<T> input{l == 0 ? p.data : t.of[l - 1].z, p.rows, in};
     const auto activated = input_of<Act>(t, l);
-    const NormalizedGradient<T> gradient{dy, at.z, at.bn, layer.batch};
+    const NormalizedGradient<T> gradient{dy, at.z, at.bn, w.batch[l]};
     if (l > 0) std::fill_n(products.plain, 2 * max_channels(s), 0.0);
     bool fresh = sum.fresh;
     bands[l].for_each(p.rows / (s.height * s.width), [&](Band b) {
@@ -466,6 +413,7 @@ class Conv {
         }
       });
     });
+    return below;
   }
 
   // da ← da ⊙ σ'(u), with z where u is computed from
@@ -479,13 +427,13 @@ class Conv {
   }
 
   // ∇γ, ∇β (this thread's part) and k1, k2 (everyone's)
-  void finish_products(const Layer& layer, const Normalization<T>& bn, T* gamma, T* beta,
-                       bool fresh, int64_t channels) {
+  void finish_products(bool batch, const Normalization<T>& bn, T* gamma, T* beta, bool fresh,
+                       int64_t channels) {
     for (int64_t c = 0; c < padded<T>(channels); ++c) {
       if (gamma) gamma[c] = T(moments.deviation[c] * bn.root[c] + (fresh ? 0 : gamma[c]));
       if (beta) beta[c] = T(moments.mean[c] + (fresh ? 0 : beta[c]));
     }
-    if (!layer.batch) return;
+    if (!batch) return;
     double plain = 0, centered = 0;
     exchange(padded<T>(channels), [&](int64_t c, int part, double theirs, double their_centered) {
       if (part == 0) plain = centered = 0;

@@ -67,9 +67,8 @@ struct Moments {
   // The pixels that begin at z, in channels c … c + P; `seen` pixels came before them.
   template <class T>
   void add(int64_t c, const T* z, int64_t pixels, int64_t seen) const {
-    for_each_run(pixels, [&](int64_t q, int64_t count) {
-      add_run(c, z + q * kPanel<T>, count, seen + q);
-    });
+    for_each_run(pixels,
+                 [&](int64_t q, int64_t count) { add_run(c, z + q * kPanel<T>, count, seen + q); });
   }
 
  private:
@@ -162,6 +161,32 @@ struct Activated {
       panel.shift = load_all<Channels<T>>(shift + j * kPanel<T>);
     }
     return panel;
+  }
+};
+
+// dz = a (dy − k1 − (z − μ) k2)
+template <class T>
+struct NormalizedGradient {
+  const T *dy, *z;
+  Normalization<T> bn;
+  bool batch;  // the statistics are the batch's
+
+  RESODE_INLINE void operator()(int64_t panel, int64_t offset, T* to, int64_t pixels) const {
+    using V = Channels<T>;
+    const int64_t c = panel * kPanel<T>;
+    const V a = load_all<V>(bn.scale + c), mu = load_all<V>(bn.mean + c);
+    const V k1 = load_all<V>(bn.k1 + c), k2 = load_all<V>(bn.k2 + c);
+    to -= offset;
+    if (batch) {
+      for_each_pixel<T>(offset, pixels, [&](int64_t at) RESODE_ALWAYS {
+        const V g = load_all<V>(dy + at) - k1, d = load_all<V>(z + at) - mu;
+        store_all(to + at, a * (g - d * k2));
+      });
+    } else {
+      for_each_pixel<T>(offset, pixels, [&](int64_t at) RESODE_ALWAYS {
+        store_all(to + at, a * load_all<V>(dy + at));
+      });
+    }
   }
 };
 

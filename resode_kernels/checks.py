@@ -1,0 +1,148 @@
+"""Checks of what users pass in. A failed one raises an exception that names the argument, what it
+was and what it takes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from .options import How, positive_int
+from .problem import ConvLayer
+
+DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+OPTIONAL = ("b1", "b2")
+
+# Names, tensors and the shapes they must have; the first parameter's last dimension is x's.
+Parameters = dict[str, tuple[Tensor | None, tuple[int, ...]]]
+
+Blocks = Sequence[nn.Module] | nn.Sequential | nn.ModuleList | nn.Module
+
+
+def block_list(blocks: Blocks, depth: int | None, how: How) -> list[nn.Module]:
+    """The blocks, one by one. One alone serves every step."""
+    if depth is not None and isinstance(blocks, nn.Sequential) and len(blocks) > 1:
+        if len(blocks) == how.blocks(depth):
+            raise ValueError(
+                f"blocks: with depth={depth} an nn.Sequential of {len(blocks)} could be that many "
+                "blocks or one, tied; write blocks without depth, or [blocks]"
+            )
+        blocks = [blocks]
+    if isinstance(blocks, nn.Sequential | nn.ModuleList | list | tuple):
+        modules = list(blocks)
+    elif isinstance(blocks, nn.Module):
+        if depth is None:
+            raise ValueError("depth: blocks is one module; give the number of steps it serves")
+        modules = [blocks]
+    else:
+        raise TypeError(f"blocks must be a list of modules or one module, not {type(blocks)}")
+    for n, module in enumerate(modules):
+        if not isinstance(module, nn.Module):
+            raise TypeError(f"blocks[{n}] must be an nn.Module, not {module!r}")
+    if not modules:
+        raise ValueError("blocks must hold at least one module, but is empty")
+    return modules
+
+
+def steps(depth: int | None, blocks: int, how: How) -> int:
+    if depth is None:
+        depth = blocks - (how.blocks(1) - 1)
+        if depth < 1:
+            raise ValueError(
+                f"depth: {blocks} block(s) are too few for a step of scheme={how.scheme!r}; "
+                "to tie one block over several steps, give depth"
+            )
+    positive_int("depth", depth)
+    if blocks not in (1, how.blocks(depth)):
+        raise ValueError(
+            f"depth={depth} with scheme={how.scheme!r} takes {how.blocks(depth)} blocks "
+            f"(or 1, tied), not {blocks}"
+        )
+    return depth
+
+
+def a_tensor(name: str, value: object) -> Tensor:
+    if not isinstance(value, Tensor):
+        raise TypeError(f"{name} must be a tensor, not {value if value is None else type(value)}")
+    return value
+
+
+def three_dimensions(name: str, weight: Tensor, expected: str) -> torch.Size:
+    if a_tensor(name, weight).dim() != 3:
+        raise ValueError(f"{name} must have the shape {expected}, not {list(weight.shape)}")
+    return weight.shape
+
+
+def rows(x: Tensor, dim: int, parameters: Parameters) -> None:
+    if a_tensor("x", x).dtype not in DTYPES:
+        raise TypeError(f"x must be of a floating-point dtype, not {x.dtype}")
+    if x.dim() == 0 or x.shape[-1] != dim:
+        raise ValueError(
+            f"x must have {dim} as its last dimension, as the parameters have, "
+            f"but has the shape {list(x.shape)}"
+        )
+    dtype = None
+    for name, (value, shape) in parameters.items():
+        if value is None and name in OPTIONAL:
+            continue
+        tensor = a_tensor(name, value)
+        if tuple(tensor.shape) != shape:
+            raise ValueError(f"{name} must have the shape {list(shape)}, not {list(tensor.shape)}")
+        if 0 in shape:
+            raise ValueError(f"{name} must not be empty, but has the shape {list(shape)}")
+        dtype = kind(name, tensor, x, dtype)
+
+
+def kind(name: str, tensor: Tensor, x: Tensor, dtype: torch.dtype | None) -> torch.dtype:
+    """Dtype and device; returns the dtype that all parameters must share."""
+    dtype = dtype or tensor.dtype
+    if tensor.dtype not in DTYPES or tensor.dtype != dtype:
+        raise TypeError(
+            f"{name} is {tensor.dtype}; the parameters must share one floating-point dtype"
+        )
+    if (tensor.dtype == torch.float64) != (x.dtype == torch.float64):
+        raise TypeError(
+            f"{name} is {tensor.dtype} and x is {x.dtype}: float64 does not mix with others"
+        )
+    if tensor.device != x.device:
+        raise ValueError(f"{name} is on {tensor.device}, but x is on {x.device}")
+    return dtype
+
+
+def images(x: Tensor, blocks: Sequence[Sequence[tuple[Tensor | None, ...]]]) -> None:
+    if a_tensor("x", x).dtype not in DTYPES:
+        raise TypeError(f"x must be of a floating-point dtype, not {x.dtype}")
+    if x.dim() != 4:
+        raise ValueError(
+            f"x must have the shape [images, channels, height, width], not {list(x.shape)}"
+        )
+    dtype = None
+    for n, block in enumerate(blocks):
+        channels = x.shape[1]
+        for i, layer in enumerate(block):
+            weight = a_tensor(f"the weight of block {n}, layer {i + 1}", layer[0])
+            out, size = weight.shape[0], weight.shape[-1]
+            shapes = ((out, channels, size, size), *[(out,)] * 4)
+            for what, shape, tensor in zip(ConvLayer._fields, shapes, layer, strict=True):
+                if tensor is None:
+                    continue
+                name = f"{what} of block {n}, layer {i + 1}"
+                if tuple(tensor.shape) != shape or size not in (1, 3):
+                    raise ValueError(
+                        f"{name} must have the shape {list(shape)} (size 1 or 3), as x and the "
+                        f"layers before demand, not {list(tensor.shape)}"
+                    )
+                dtype = kind(name, tensor, x, dtype)
+            if (layer[3] is None) != (layer[4] is None):
+                raise ValueError(f"block {n}, layer {i + 1}: give both mean and variance, or none")
+            if layer[3] is None and x.shape[0] * x.shape[2] * x.shape[3] < 2:
+                raise ValueError(
+                    "x must have more than one value per channel to normalize by its batch, "
+                    f"but has the shape {list(x.shape)}"
+                )
+            channels = out
+        if channels != x.shape[1]:
+            raise ValueError(
+                f"block {n} makes {channels} channels of {x.shape[1]}; it must keep their number"
+            )
