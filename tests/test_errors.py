@@ -114,6 +114,63 @@ def test_modules(arguments: tuple[Any, ...], error: type[Exception], message: st
         rk.MLPStage(*arguments)
 
 
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"channels": 0}, ValueError, "channels must be at least 1, not 0"),
+        ({"depth": 0}, ValueError, "depth must be at least 1, not 0"),
+        ({"hidden": -3}, ValueError, "hidden must be at least 1, not -3"),
+        ({"block": "wide"}, ValueError, "block must be one of 'basic', 'bottleneck', not 'wide'"),
+        ({"activation": "sin"}, ValueError, "activation must be one of"),
+        ({"schema": "heun"}, TypeError, "unknown option 'schema'"),
+    ],
+    ids=str,
+)
+def test_convolutional_stages(
+    options: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        rk.ConvStage(**{"channels": 6, "depth": 3, **options})
+
+
+@pytest.mark.parametrize(
+    ("x", "error", "message"),
+    [
+        (None, TypeError, "x must be a tensor, not None"),
+        (torch.randn(2, 6, 5), ValueError, r"x must have the shape \[images, channels.*2, 6, 5"),
+        (torch.randn(2, 5, 4, 4), ValueError, r"weight of block 0, layer 1.*\[6, 5, 3, 3\]"),
+        (torch.ones(2, 6, 4, 4).int(), TypeError, "x must be of a floating-point dtype"),
+        (torch.randn(2, 6, 4, 4).double(), TypeError, "weight of block 0, layer 1.*float64"),
+        (torch.randn(1, 6, 1, 1), ValueError, "more than one value per channel"),
+        (torch.randn(0, 6, 4, 4), ValueError, "more than one value per channel"),
+    ],
+    ids=["none", "dimensions", "channels", "integers", "double", "one pixel", "no image"],
+)
+def test_inputs_of_convolutional_stages(x: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        rk.ConvStage(6, 3)(x)
+
+
+def test_layers_of_convolutional_stages() -> None:
+    x = torch.randn(2, 6, 4, 4)
+    layer, conv_stage = rk.functional.ConvLayer, rk.functional.conv_stage
+    weight = torch.randn(3, 6, 6, 3, 3)
+    with pytest.raises(ValueError, match="layers: a block has 1 to 3 layers, not 0"):
+        conv_stage(x, [])
+    with pytest.raises(ValueError, match=r"layers\[0\].weight must have the shape \[blocks, out"):
+        conv_stage(x, [layer(weight[0])])
+    with pytest.raises(ValueError, match=r"layers\[1\].gamma must be stacked over 3 blocks"):
+        conv_stage(x, [layer(weight), layer(weight, torch.ones(2, 6))])
+    with pytest.raises(ValueError, match=r"size 1 or 3"):
+        conv_stage(x, [layer(torch.randn(3, 6, 6, 5, 5))])
+    with pytest.raises(ValueError, match="block 0 makes 4 channels of 6"):
+        conv_stage(x, [layer(weight[:, :4])])
+    with pytest.raises(ValueError, match="give both mean and variance, or none"):
+        conv_stage(x, [layer(weight, mean=torch.zeros(3, 6))])
+    with pytest.raises(TypeError, match=r"gamma of block 0, layer 1 is torch\.float64"):
+        conv_stage(x, [layer(weight, torch.ones(3, 6).double())])
+
+
 class Returns(nn.Module):
     """Returns what it is told to, or what a function makes of its input."""
 

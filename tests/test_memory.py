@@ -78,17 +78,34 @@ def test_autograd_holds_one_state_and_the_anchors_of_a_stage_of_modules(
     assert saved_bytes(stage, torch.randn(ROWS, DIM)) == states * STATE
 
 
+@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize(
+    ("options", "states"), [({"reverse": "paper"}, 1), ({"anchor_every": 10}, 1 + 6)], ids=str
+)
+def test_autograd_holds_one_state_and_the_anchors_of_a_convolutional_stage(
+    options: dict[str, Any], states: int, memory_format: torch.memory_format
+) -> None:
+    stage = rk.ConvStage(8, 64, tied=True, **options)
+    x = torch.randn(4, 8, 6, 6).to(memory_format=memory_format)
+    assert saved_bytes(stage, x) == states * x.nbytes
+
+
 @pytest.mark.parametrize("scheme", ["euler", "heun"])
 @pytest.mark.parametrize("options", [{"reverse": r} for r in ("paper", "refined", "predicted")])
-def test_live_memory_of_a_stage_of_modules_does_not_grow_with_depth(
-    options: dict[str, Any], scheme: str
+@pytest.mark.parametrize("kind", ["modules", "conv"])
+def test_live_memory_does_not_grow_with_depth(
+    kind: str, options: dict[str, Any], scheme: str
 ) -> None:
     """What torch has allocated at the worst moment of a step, gradients of parameters aside."""
 
     def peak(depth: int) -> int:
         count = depth + (scheme == "heun")
-        stage = rk.ResidualStage([block(DIM) for _ in range(count)], scheme=scheme, **options)
-        x = torch.randn(ROWS, DIM, requires_grad=True)
+        if kind == "conv":
+            stage: rk.Stage = rk.ConvStage(16, depth, scheme=scheme, **options)
+            x = torch.randn(16, 16, 12, 12, requires_grad=True)
+        else:
+            stage = rk.ResidualStage([block(DIM) for _ in range(count)], scheme=scheme, **options)
+            x = torch.randn(ROWS, DIM, requires_grad=True)
         with torch.profiler.profile(profile_memory=True) as profile:
             stage(x).sum().backward()
         total = most = 0
@@ -116,18 +133,48 @@ def test_workspace_of_the_reverse_pass(
     def workspace(steps: int, rows: int) -> int:
         stage = cpp._C.Stage(
             block="mlp", activation="tanh", scheme=scheme, steps=steps, step=0.1, tied=tied,
-            rows=rows, dim=64, hidden=64, stream="float32", storage="float32",
-            parameters=[1, 1, 1, 1], keep_every=0, threads=2,
+            rows=rows, dim=64, hidden=64, height=1, width=1, convolutions=[], epsilon=0.0,
+            stream="float32", storage="float32", parameters=[1] * 4, strides=[0] * 4,
+            keep_every=0, threads=2,
         )  # fmt: skip
         io = cpp._C.Reverse(
-            rule=rule, order=order, start=1, anchors=0, cotangent=1, grad_x=1, gradients=[1] * 4
-        )
+            rule=rule, order=order, start=1, anchors=0, cotangent=1, grad_x=1,
+            gradients=[1] * 4, strides=[0] * 4, blocks=1 if tied else steps + (scheme == "heun"),
+        )  # fmt: skip
         return int(cpp._C.workspace_bytes(stage, io))
 
     assert workspace(10, 8192) == workspace(10_000, 8192)
     shared = 1 if rule == "paper" and (scheme == "heun" or tied) else 0  # evaluations used twice
     per_row = (workspace(10, 16384 * 8) - workspace(10, 8192 * 8)) / (8192 * 8)
     assert per_row == pytest.approx((states + shared) * 64 * 4, rel=1e-3)
+
+
+@pytest.mark.needs_cpp
+@pytest.mark.parametrize(
+    ("rule", "order", "states"),
+    [("paper", 1, 1), ("refined", 2, 1), ("predicted", 3, 1 + 3)],
+)
+def test_workspace_of_a_convolutional_stage(rule: str, order: int, states: int) -> None:
+    """The same: one state, the history, and of one block p, both layers' results and the cotangent
+    between them."""
+    size, channels = 8, 32
+
+    def workspace(steps: int, images: int) -> int:
+        stage = cpp._C.Stage(
+            block="conv", activation="relu", scheme="euler", steps=steps, step=0.1, tied=False,
+            rows=images * size**2, dim=channels, hidden=channels, height=size, width=size,
+            convolutions=[(channels, channels, 3)] * 2, epsilon=1e-5, stream="float32",
+            storage="float32", parameters=[1] * 10 * steps, strides=[], keep_every=0, threads=2,
+        )  # fmt: skip
+        io = cpp._C.Reverse(
+            rule=rule, order=order, start=1, anchors=0, cotangent=1, grad_x=1,
+            gradients=[1] * 10 * steps, strides=[], blocks=steps,
+        )  # fmt: skip
+        return int(cpp._C.workspace_bytes(stage, io))
+
+    assert workspace(10, 64) == workspace(1000, 64)
+    per_image = (workspace(10, 2048) - workspace(10, 1024)) / 1024
+    assert per_image == pytest.approx((states + 4) * size**2 * channels * 4, rel=1e-3)
 
 
 PEAK = """

@@ -42,8 +42,15 @@ def test_thread_counts_agree_to_rounding(threads: int) -> None:
 
 def test_python_threads_run_side_by_side() -> None:
     """The GIL is released, and nothing is shared between calls."""
-    stage = make_stage("gelu", 24, 24, 20)
-    inputs = torch.randn(8, 2, 64, 24)
+    run_side_by_side(make_stage("gelu", 24, 24, 20), torch.randn(8, 2, 64, 24))
+
+
+def test_python_threads_run_convolutions_side_by_side() -> None:
+    """Their teams of threads wait for one another, and may be more than there are cores."""
+    run_side_by_side(rk.ConvStage(8, 6), torch.randn(8, 2, 5, 8, 6, 6))
+
+
+def run_side_by_side(stage: rk.Stage, inputs: torch.Tensor) -> None:
     expected = [gradients(stage, x, g) for x, g in inputs]
     with ThreadPoolExecutor(4) as pool:
         results = list(pool.map(lambda pair: gradients(stage, *pair), inputs))
