@@ -104,7 +104,11 @@ def measure(config: Config, depths: list[int]) -> list[Point]:
             network = make_network(config)
             errors = compare_gradients(network)
             times = interleaved(
-                network.contestants(), after=network.forget, device=config.device, seconds=4
+                network.contestants(),
+                after=network.forget,
+                device=config.device,
+                seconds=4,
+                rounds=(3, 50),
             )
             bar.update(len(names))
             points += [
@@ -126,7 +130,7 @@ def parameter_bytes(config: Config) -> int:
 
 def describe(config: Config) -> str:
     hidden = "" if config.stage == "linear" else f", hidden {config.hidden}"
-    images = f" images of {config.size} × {config.size}" if config.stage == "conv" else ""
+    images = f" images of {config.size} × {config.size}" if config.size > 1 else ""
     return f"{config.scheme}, width {config.dim}{hidden}, batch {config.batch}{images}"
 
 
@@ -155,7 +159,7 @@ def table(points: list[Point]) -> str:
 
 
 def plot(points: list[Point], config: Config, path: Path) -> None:
-    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.4), constrained_layout=True)
+    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.9), constrained_layout=True)
     for name in NETWORKS[config.stage].contestant_names:
         mine = [p for p in points if p.contestant == name]
         style = {
@@ -175,7 +179,6 @@ def plot(points: list[Point], config: Config, path: Path) -> None:
     left.plot(depths, floor, color="#999999", linewidth=1.2, linestyle=":", label=label)
     left.set(yscale="log", title="Peak memory of a training step", ylabel="MiB")
     left.yaxis.set_major_formatter(FuncFormatter(lambda v, _: f"{v:g}"))
-    left.legend(frameon=False, fontsize=9)
     right.set(title="Time of a training step, relative to standard backprop", ylim=(0, None))
     right.yaxis.set_major_formatter(FuncFormatter(lambda v, _: f"{v:g}×"))
     right.text(
@@ -189,6 +192,9 @@ def plot(points: list[Point], config: Config, path: Path) -> None:
         axes.xaxis.set_minor_formatter(NullFormatter())
         axes.grid(alpha=0.25)
         axes.spines[["top", "right"]].set_visible(False)
+    figure.legend(
+        *left.get_legend_handles_labels(), loc="outside lower center", ncols=4, frameon=False
+    )
     figure.suptitle(f"{NETWORKS[config.stage].title}, {describe(config)}")
     figure.savefig(path, dpi=150)
 
@@ -217,7 +223,7 @@ def main() -> None:
         "--depths",
         type=int,
         nargs="+",
-        help="default: 4 16 64 256 1024 (residual: 4 16 64 256; conv: 4 16 64 128)",
+        help="default: 4 16 64 256 1024 (residual: 4 16 64; conv: 4 16 64 128)",
     )
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     args = parser.parse_args()

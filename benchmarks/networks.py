@@ -91,6 +91,10 @@ class Network:
     # -- training steps
 
     def contestants(self) -> dict[str, Callable[[], None]]:
+        steps = self.training_steps()
+        return {name: steps[name] for name in self.contestant_names}
+
+    def training_steps(self) -> dict[str, Callable[[], None]]:
         depth = self.config.depth
         steps = {
             STANDARD: lambda: self._train(lambda x: self._steps(0, depth, x)),
@@ -101,7 +105,7 @@ class Network:
         }
         for rule in RULES:
             steps[rule] = lambda rule=rule: self._train(self.stage.configure(reverse=rule))
-        return {name: steps[name] for name in self.contestant_names if name in steps}
+        return steps
 
     def unit(self, seconds: dict[str, float]) -> float:
         """The time that others are compared with."""
@@ -215,7 +219,7 @@ class ModuleNetwork(Network):
     """A stage of modules; the loop calls the same ones."""
 
     contestant_names = (STANDARD, PER_BLOCK, CHECKPOINT, *RULES)
-    depths = (4, 16, 64, 256)
+    depths = (4, 16, 64)
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
@@ -324,13 +328,14 @@ class ConvNetwork(ModuleNetwork):
         c = self.config
         return 2 * c.batch * c.size**2 * 9 * c.dim * c.hidden
 
-    def contestants(self) -> dict[str, Callable[[], None]]:
-        steps = super().contestants()
+    def training_steps(self) -> dict[str, Callable[[], None]]:
         depth = self.config.depth
-        steps[CHANNELS_LAST] = lambda: self._train(
-            lambda x: self._steps(0, depth, x), *self.batch_last
-        )
-        return {name: steps[name] for name in self.contestant_names}
+        return {
+            **super().training_steps(),
+            CHANNELS_LAST: lambda: self._train(
+                lambda x: self._steps(0, depth, x), *self.batch_last
+            ),
+        }
 
     def f(self, n: int, x: Tensor) -> Tensor:
         last = x.is_contiguous(memory_format=torch.channels_last)
@@ -345,11 +350,26 @@ class ConvNetwork(ModuleNetwork):
         return torch.cat(grads)
 
 
+class ConvModulesNetwork(ConvNetwork):
+    """The same blocks, run as modules."""
+
+    title = "Stage of convolutional modules"
+    contestant_names = (STANDARD, PER_BLOCK, CHECKPOINT, *RULES)
+    baselines = (PER_BLOCK,)
+    products: ClassVar = {STANDARD: 6, PER_BLOCK: 8, "paper": 10, "refined": 10, "predicted": 8}
+
+    def make_stage(self) -> rk.ResidualStage:
+        c = self.config
+        blocks = list(super().make_stage().blocks)
+        return rk.ResidualStage(blocks, depth=c.depth if c.tied else None, scheme=c.scheme)
+
+
 NETWORKS: dict[str, type[Network]] = {
     "mlp": MLPNetwork,
     "linear": LinearNetwork,
     "conv": ConvNetwork,
     "residual": TransformerNetwork,
+    "residual-conv": ConvModulesNetwork,
 }
 
 

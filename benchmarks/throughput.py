@@ -1,13 +1,14 @@
 """Speed of a training step against what is there without this package, and the rate of the products
 in it against the machine's peak.
 
-    python benchmarks/throughput.py [--stage mlp|conv|residual] [--shapes 64,1024,256 …]
+    python benchmarks/throughput.py [--stage conv] [--shapes 64,32,16,32 …]
 
 mlp and conv are compared with standard backprop, the same network as a plain PyTorch loop with
-autograd (conv: the faster of the two memory formats), residual with torch.utils.checkpoint on every
-block. All contestants and the peak are measured in turns in one process; medians are printed, and
-quartiles of the times written to throughput.csv (throughput_conv.csv, …). A rate is that of the
-plain formula's operations: the kernels of the convolutions need fewer, and may exceed the peak.
+autograd (conv: the faster of the two memory formats), stages of modules (residual: transformer
+blocks, residual-conv: convolutional ones) with torch.utils.checkpoint on every block. All
+contestants and the peak are measured in turns in one process; medians are printed, and quartiles of
+the times written to throughput.csv (throughput_conv.csv and so on). A rate is that of the plain
+formula's operations: the kernels of the convolutions need fewer, and may exceed the peak.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ SHAPES = {
     "mlp": ("64,1024,256", "128,2048,64", "256,1024,32", "64,32,256"),
     "conv": ("16,256,64,10", "64,32,16,32", "256,32,16,8"),
     "residual": ("256,512,64", "256,512,16"),
+    "residual-conv": ("32,16,64,16", "64,32,16,16"),
 }
 
 
@@ -78,7 +80,7 @@ def main() -> None:
     activation = args.activation or kind.activation
     print(f"{kind.title}, euler, {activation}, float32\n{machine()}\n")
     names = list(kind.products)
-    shape_head = "dim, batch, depth" + (", size" if args.stage == "conv" else "")
+    shape_head = "dim, batch, depth" + (", size" if kind.size > 1 else "")
     head = f"{shape_head:>23}  " + "  ".join(f"{name:>23}" for name in names)
     print(head + f"  {'peak':>9}\n" + "-" * (len(head) + 11))
     rows = []

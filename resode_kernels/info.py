@@ -41,4 +41,10 @@ def lines() -> list[str]:
             out.append(
                 f"  {name:<10} {state}" + ('  <- "auto" picks this' if name == picked else "")
             )
-    return out
+    return [
+        *out,
+        "",
+        "Stages",
+        "  ConvStage, LinearStage, MLPStage   run in the backend that is picked",
+        "  ResidualStage                      runs its blocks in PyTorch, on any device",
+    ]
