@@ -57,7 +57,7 @@ class Conv {
     Shared(const Stage& s, const Tiling& tiling, Arena& arena, int slots, bool vjp) {
       for (int slot = 0; slot < slots; ++slot)
         for (int l = 0; l < s.layers; ++l) {
-          const auto [in, out, _] = s.convolutions[l];
+          const int64_t in = s.convolutions[l].in, out = s.convolutions[l].out;
           Layer& layer = layers[slot][l];
           const int64_t points = window(s, l).points();
           layer.w = arena.matrix<T>(points * padded<T>(in), out);
@@ -78,7 +78,7 @@ class Conv {
   Conv(const Stage& s, const Shared& shared, Team team)
       : s(s), shared(shared), crew(team, shared.arrivals) {
     for (int l = 0; l < s.layers; ++l) {
-      const auto [in, out, _] = s.convolutions[l];
+      const int64_t in = s.convolutions[l].in, out = s.convolutions[l].out;
       bands[l] = Bands::of<T>(window(s, l), max(in, out));
     }
   }
@@ -88,7 +88,7 @@ class Conv {
 
   Matrix<T> shape(int k) const {
     const int l = k / kPerLayer;
-    const auto [in, out, _] = s.convolutions[l];
+    const int64_t in = s.convolutions[l].in, out = s.convolutions[l].out;
     return {nullptr, k % kPerLayer == Weight ? window(s, l).points() * in : 1, out};
   }
 
@@ -170,8 +170,9 @@ class Conv {
   void write_gradient(int k, S* to, Matrix<T> sum, int64_t stride, Team team, T scale) const {
     if (k % kPerLayer != Weight)
       return reduce(to, sum, stride, team.size, scale, Share(sum.rows, team.rank, team.size));
-    const auto [in, out, size] = s.convolutions[k / kPerLayer];
-    const int64_t points = window(s, k / kPerLayer).points(), taps = size * size;
+    const auto& shape = s.convolutions[k / kPerLayer];
+    const int64_t in = shape.in, out = shape.out, taps = shape.size * shape.size;
+    const int64_t points = window(s, k / kPerLayer).points();
     const Share inputs(in, team.rank, team.size);
     for (int64_t j = 0; j < sum.panels(); ++j)
       for (int64_t i = inputs.begin; i < inputs.end; ++i)
@@ -238,9 +239,9 @@ class Conv {
   // One worker's share of a layer; the vectors are everyone's.
   template <class S>
   void pack_layer(const Layer& to, int64_t n, int l) const {
-    const auto [in, out, size] = s.convolutions[l];
+    const auto& shape = s.convolutions[l];
+    const int64_t in = shape.in, out = shape.out, taps = shape.size * shape.size;
     const S* const w = parameter<S>(n, l, Weight);
-    const int64_t taps = size * size;
     pack_points(to.w, in, l, [=](int64_t i, int64_t o, int64_t t) {
       return i < in && o < out ? T(widen(w[(o * in + i) * taps + t])) : T(0);
     });
@@ -357,7 +358,7 @@ class Conv {
   template <class Act>
   bool vjp_layer(const Weights& w, Matrix<T> p, Trace& t, Matrix<T> g, const Gradient<T>& sum,
                  Update<T> update, int l) {
-    const auto [in, out, _] = s.convolutions[l];
+    const int64_t in = s.convolutions[l].in, out = s.convolutions[l].out;
     const Layer& layer = w.layers[l];
     auto& at = t.of[l];
     const T* const dy = l + 1 == s.layers ? g.data : at.dy;
