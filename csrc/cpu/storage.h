@@ -52,9 +52,9 @@ RESODE_INLINE Vec<T> load_widened(const S* p, int64_t count) {
   if constexpr (sizeof(S) == sizeof(T)) {
     return load_some(p, count);
   } else {
-    Vec<T> v{};
-    for (int i = 0; i < min(count, kLanes<T>); ++i) v[i] = widen(p[i]);
-    return v;
+    T values[kLanes<T>] = {};
+    for (int i = 0; i < min(count, kLanes<T>); ++i) values[i] = widen(p[i]);
+    return load(values);
   }
 }
 
