@@ -15,7 +15,6 @@ from .problem import ConvLayer, Problem
 from .replay import State, parts
 
 ACTIVATIONS = ("relu", "tanh", "gelu", "silu")
-MAX_LAYERS = 3
 
 
 def mlp_stage(
@@ -66,14 +65,14 @@ def conv_stage(
     """Residual steps with f(x) = u_L, u_0 = x and u_l = bn_l(W_l ∗ σ(u_{l−1})).
 
     x           [images, channels, height, width] in any memory format
-    layers      the L layers of a block, at most 3
+    layers      the L layers of a block, 2 or 3
     activation  σ: ``"relu"``, ``"tanh"``, ``"gelu"`` (exact) or ``"silu"``
     depth       as in ``mlp_stage``
     returns     as x
     """
     choice("activation", activation, ACTIVATIONS)
-    if not 1 <= len(layers) <= MAX_LAYERS:
-        raise ValueError(f"layers: a block has 1 to {MAX_LAYERS} layers, not {len(layers)}")
+    if len(layers) not in (2, 3):
+        raise ValueError(f"layers: a block has 2 or 3 layers, not {len(layers)}")
     for i, layer in enumerate(layers):
         if checks.a_tensor(f"layers[{i}].weight", layer.weight).dim() != 5:
             raise ValueError(

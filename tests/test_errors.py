@@ -155,20 +155,20 @@ def test_layers_of_convolutional_stages() -> None:
     x = torch.randn(2, 6, 4, 4)
     layer, conv_stage = rk.functional.ConvLayer, rk.functional.conv_stage
     weight = torch.randn(3, 6, 6, 3, 3)
-    with pytest.raises(ValueError, match="layers: a block has 1 to 3 layers, not 0"):
-        conv_stage(x, [])
+    with pytest.raises(ValueError, match="layers: a block has 2 or 3 layers, not 1"):
+        conv_stage(x, [layer(weight)])
     with pytest.raises(ValueError, match=r"layers\[0\].weight must have the shape \[blocks, out"):
-        conv_stage(x, [layer(weight[0])])
+        conv_stage(x, [layer(weight[0]), layer(weight)])
     with pytest.raises(ValueError, match=r"layers\[1\].gamma must be stacked over 3 blocks"):
         conv_stage(x, [layer(weight), layer(weight, torch.ones(2, 6))])
     with pytest.raises(ValueError, match=r"size 1 or 3"):
-        conv_stage(x, [layer(torch.randn(3, 6, 6, 5, 5))])
+        conv_stage(x, [layer(torch.randn(3, 6, 6, 5, 5)), layer(weight)])
     with pytest.raises(ValueError, match="block 0 makes 4 channels of 6"):
-        conv_stage(x, [layer(weight[:, :4])])
+        conv_stage(x, [layer(weight), layer(weight[:, :4])])
     with pytest.raises(ValueError, match="give both mean and variance, or none"):
-        conv_stage(x, [layer(weight, mean=torch.zeros(3, 6))])
+        conv_stage(x, [layer(weight, mean=torch.zeros(3, 6)), layer(weight)])
     with pytest.raises(TypeError, match=r"gamma of block 0, layer 1 is torch\.float64"):
-        conv_stage(x, [layer(weight, torch.ones(3, 6).double())])
+        conv_stage(x, [layer(weight, torch.ones(3, 6).double()), layer(weight)])
 
 
 class Returns(nn.Module):

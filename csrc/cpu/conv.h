@@ -2,6 +2,8 @@
 //
 //     u_0 = x,  z_l = W_l ∗ σ(u_{l−1}),  u_l = bn_l(z_l),  f(x) = u_L
 //
+// with L > 1; the paper's are
+//
 //     basic       L = 2, windows 3 × 3, 3 × 3
 //     bottleneck  L = 3, windows 1 × 1, 3 × 3, 1 × 1
 //
