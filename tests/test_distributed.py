@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 import resode_kernels as rk
 
 WORLD, SECONDS = 2, 120
-Case = tuple[str, str, bool, str]
+Case = tuple[str, str, str, bool, str]
 HOW: dict[str, dict[str, Any]] = {
     "adjoint": {},
     "predicted": {"reverse": "predicted", "anchor_every": 2},
@@ -63,28 +63,44 @@ def shard_parts_of_blocks(model: nn.Sequential) -> nn.Module:
 WRAPPERS: dict[str, Callable[[nn.Sequential], nn.Module]] = {
     f.__name__: f for f in (wrap_ddp, shard_model, shard_stage, shard_blocks, shard_parts_of_blocks)
 }
-CASES: list[Case] = list(itertools.product(WRAPPERS, ["euler", "heun"], [True, False], HOW))
+# wrapper, kind of stage, scheme, tied, how
+CASES: list[Case] = [
+    case
+    for case in itertools.product(
+        WRAPPERS, ["modules", "mlp", "conv"], ["euler", "heun"], [True, False], HOW
+    )
+    if case[1] == "modules" or not case[0].startswith(("shard_blocks", "shard_parts"))
+]
 # FSDP units inside a stage can serve one evaluation each.
 REFUSED = [
     case
     for case in CASES
     if case[0] in ("shard_blocks", "shard_parts_of_blocks")
-    and case[1:3] != ("euler", False)
-    and case[3] != "stored"
+    and case[2:4] != ("euler", False)
+    and case[4] != "stored"
 ]
 
 
-def make_model(scheme: str, tied: bool, how: str) -> nn.Sequential:
+def make_model(kind: str, scheme: str, tied: bool, how: str) -> nn.Sequential:
+    """Three parts, the second of which is the stage."""
     torch.manual_seed(0)
+    options = {"scheme": scheme, **HOW[how]}
 
     def block() -> nn.Module:
         return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 6))
 
-    if tied:
-        stage = rk.ResidualStage([block()], depth=4, scheme=scheme, **HOW[how])
+    if kind == "mlp":
+        stage: rk.Stage = rk.MLPStage(6, 8, 4, tied=tied, **options)
+    elif kind == "conv":  # in eval mode: half a batch has other statistics than the whole
+        stage = rk.ConvStage(6, 4, activation="tanh", tied=tied, **options).eval()
+    elif tied:
+        stage = rk.ResidualStage([block()], depth=4, **options)
     else:
         count = 4 + (scheme == "heun")
-        stage = rk.ResidualStage([block() for _ in range(count)], scheme=scheme, **HOW[how])
+        stage = rk.ResidualStage([block() for _ in range(count)], **options)
+    if kind == "conv":
+        first = nn.Sequential(nn.Linear(6, 24), nn.Unflatten(1, (6, 2, 2)))
+        return nn.Sequential(first, stage, nn.Sequential(nn.Flatten(), nn.Linear(24, 2))).double()
     return nn.Sequential(nn.Linear(6, 6), stage, nn.Linear(6, 2)).double()
 
 
