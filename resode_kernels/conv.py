@@ -116,12 +116,8 @@ class ConvStage(ResidualStage):
             for _ in range(count)
         ]
         super().__init__(blocks, depth=depth if tied else None, **how)
-        self.channels, self.block, self.hidden, self.activation = (
-            channels,
-            block,
-            hidden,
-            activation,
-        )
+        self.channels, self.block = channels, block
+        self.hidden, self.activation = hidden, activation
 
     def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
         reason = self._unknown_to_kernels()
@@ -161,7 +157,7 @@ class ConvStage(ResidualStage):
             for size, (conv, bn) in zip(WINDOWS[self.block], block.layers, strict=True):
                 if type(conv) is not nn.Conv2d or type(bn) is not nn.BatchNorm2d:
                     return f"block {n} has a layer other than nn.Conv2d and nn.BatchNorm2d"
-                if conv.bias is not None or conv.kernel_size != (size, size):
+                if any(getattr(conv, key) != value for key, value in _convolution(size).items()):
                     return f"block {n} has another convolution than it was made with"
                 eps = bn.eps if eps is None else eps
                 if bn.eps != eps:
@@ -202,6 +198,19 @@ class ConvStage(ResidualStage):
                 f"hidden={self.hidden}",
             ]
         )
+
+
+def _convolution(size: int) -> dict[str, Any]:
+    """What a block's convolution is like: anything else the kernels would get wrong."""
+    return {
+        "kernel_size": (size, size),
+        "padding": (size // 2, size // 2),
+        "padding_mode": "zeros",
+        "stride": (1, 1),
+        "dilation": (1, 1),
+        "groups": 1,
+        "bias": None,
+    }
 
 
 def _constants(bn: nn.BatchNorm2d) -> tuple[Tensor | None, Tensor | None]:

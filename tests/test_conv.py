@@ -33,7 +33,7 @@ def one_thread(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 def modules(stage: rk.ConvStage) -> rk.ResidualStage:
-    """The same blocks, run as modules."""
+    """The same blocks in the same modes, run as modules."""
     blocks = list(copy.deepcopy(stage).blocks)
     depth = stage.depth if stage.tied else None
     return rk.ResidualStage(blocks, depth=depth, **{**vars(stage.how), "backend": "auto"})
@@ -51,6 +51,13 @@ def assert_same_buffers(a: nn.Module, b: nn.Module) -> None:
         torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-12, msg=label)
 
 
+def assert_same_as_modules(stage: rk.ConvStage, x: Tensor, g: Tensor) -> None:
+    same = modules(stage)
+    for a, b in zip(gradients(stage, x, g), gradients(same, x, g), strict=True):
+        assert relative_error(a, b) < 1e-11
+    assert_same_buffers(stage, same)
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("train", [True, False])
 @pytest.mark.parametrize("tied", [True, False])
@@ -65,10 +72,7 @@ def test_it_computes_what_its_modules_compute(
             dtype=torch.float64, backend=backend, **options,
         ).train(train)  # fmt: skip
         x, g = torch.randn(2, 3, 6, 5, 4, dtype=torch.float64)
-        same = modules(stage).train(train)
-        for a, b in zip(gradients(stage, x, g), gradients(same, x, g), strict=True):
-            assert relative_error(a, b) < 1e-11
-        assert_same_buffers(stage, same)
+        assert_same_as_modules(stage, x, g)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -130,10 +134,7 @@ def test_batch_norms_without_weights_or_running_statistics(backend: str, affine:
     for train in (True, False):
         stage.train(train)
         x, g = torch.randn(2, 3, 4, 5, 5, dtype=torch.float64)
-        same = modules(stage).train(train)
-        for a, b in zip(gradients(stage, x, g), gradients(same, x, g), strict=True):
-            assert relative_error(a, b) < 1e-11
-        assert_same_buffers(stage, same)
+        assert_same_as_modules(stage, x, g)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -327,7 +328,7 @@ def test_a_bottleneck_is_a_quarter_as_wide() -> None:
     assert shapes == [(16, 64, 1, 1), (16, 16, 3, 3), (64, 16, 1, 1)]
 
 
-@pytest.mark.parametrize("change", ["hook", "layer", "parametrization"])
+@pytest.mark.parametrize("change", ["hook", "layer", "parametrization", "dilation", "circular"])
 def test_changed_blocks_run_as_modules(change: str) -> None:
     stage = rk.ConvStage(4, 3, dtype=torch.float64, backward="stored")
     calls = []
@@ -335,6 +336,12 @@ def test_changed_blocks_run_as_modules(change: str) -> None:
         stage.blocks[1].conv1.register_forward_hook(lambda *_: calls.append(1))
     elif change == "layer":
         stage.blocks[1].conv1 = nn.Conv2d(4, 4, 3, padding=1, dtype=torch.float64)
+    elif change == "dilation":
+        stage.blocks[1].conv1.dilation = stage.blocks[1].conv1.padding = (2, 2)
+    elif change == "circular":
+        stage.blocks[1].conv1 = nn.Conv2d(
+            4, 4, 3, padding=1, bias=False, padding_mode="circular", dtype=torch.float64
+        )
     else:
         nn.utils.parametrizations.weight_norm(stage.blocks[1].conv1)
     x, g = torch.randn(2, 3, 4, 5, 5, dtype=torch.float64)
