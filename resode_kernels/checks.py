@@ -68,6 +68,13 @@ def a_tensor(name: str, value: object) -> Tensor:
     return value
 
 
+def floating(name: str, value: object) -> Tensor:
+    tensor = a_tensor(name, value)
+    if tensor.dtype not in DTYPES:
+        raise TypeError(f"{name} must be of a floating-point dtype, not {tensor.dtype}")
+    return tensor
+
+
 def three_dimensions(name: str, weight: Tensor, expected: str) -> torch.Size:
     if a_tensor(name, weight).dim() != 3:
         raise ValueError(f"{name} must have the shape {expected}, not {list(weight.shape)}")
@@ -75,9 +82,7 @@ def three_dimensions(name: str, weight: Tensor, expected: str) -> torch.Size:
 
 
 def rows(x: Tensor, dim: int, parameters: Parameters) -> None:
-    if a_tensor("x", x).dtype not in DTYPES:
-        raise TypeError(f"x must be of a floating-point dtype, not {x.dtype}")
-    if x.dim() == 0 or x.shape[-1] != dim:
+    if floating("x", x).dim() == 0 or x.shape[-1] != dim:
         raise ValueError(
             f"x must have {dim} as its last dimension, as the parameters have, "
             f"but has the shape {list(x.shape)}"
@@ -111,9 +116,7 @@ def kind(name: str, tensor: Tensor, x: Tensor, dtype: torch.dtype | None) -> tor
 
 
 def images(x: Tensor, blocks: Sequence[Sequence[tuple[Tensor | None, ...]]]) -> None:
-    if a_tensor("x", x).dtype not in DTYPES:
-        raise TypeError(f"x must be of a floating-point dtype, not {x.dtype}")
-    if x.dim() != 4:
+    if floating("x", x).dim() != 4:
         raise ValueError(
             f"x must have the shape [images, channels, height, width], not {list(x.shape)}"
         )

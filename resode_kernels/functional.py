@@ -131,9 +131,7 @@ def run_residual(
     how: How,
 ) -> State:
     for i, part in enumerate(parts(x)):
-        name = f"x[{i}]" if isinstance(x, tuple) else "x"
-        if checks.a_tensor(name, part).dtype not in checks.DTYPES:
-            raise TypeError(f"{name} must be of a floating-point dtype, not {part.dtype}")
+        checks.floating(f"x[{i}]" if isinstance(x, tuple) else "x", part)
     if not parts(x):
         raise ValueError("x must hold at least one tensor, but is an empty tuple")
     if how.backend not in ("auto", "reference"):

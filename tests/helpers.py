@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -73,7 +73,6 @@ def kernel_gradients(stage: rk.Stage, x: Tensor, g: Tensor, threads: int) -> lis
 
 def plain(stage: rk.Stage, x: Tensor) -> Tensor:
     """The network as anyone would write it, for autograd: standard backprop."""
-    h = 1 / stage.depth if stage.how.step is None else stage.how.step
 
     def f(n: int, x: Tensor) -> Tensor:
         n = 0 if stage.tied else n
@@ -85,6 +84,12 @@ def plain(stage: rk.Stage, x: Tensor) -> Tensor:
         v = u @ stage.w2[n].T
         return v if stage.b2 is None else v + stage.b2[n]
 
+    return steps(stage, f, x)
+
+
+def steps(stage: rk.Stage, f: Callable[[int, Tensor], Tensor], x: Tensor) -> Tensor:
+    """The loop of a stage whose n-th block is ``f(n, ·)``."""
+    h = 1 / stage.depth if stage.how.step is None else stage.how.step
     for n in range(stage.depth):
         a = f(n, x)
         if stage.how.scheme == "heun":

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import PRECISE, name
+from helpers import PRECISE, name, steps
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
@@ -30,17 +30,7 @@ SCHEMES = ["euler", "heun"]
 
 def plain(stage: rk.ResidualStage, x: Tensor, *args: Any) -> Tensor:
     """Standard training of the same network: the loop that anyone would write."""
-    h = stage.how.step
-
-    def f(n: int, x: Tensor) -> Tensor:
-        return stage.blocks[0 if stage.tied else n](x, *args)
-
-    for n in range(stage.depth):
-        a = f(n, x)
-        if stage.how.scheme == "heun":
-            a = (a + f(n + 1, x + h * a)) / 2
-        x = x + h * a
-    return x
+    return steps(stage, lambda n, x: stage.blocks[0 if stage.tied else n](x, *args), x)
 
 
 class Outcome:

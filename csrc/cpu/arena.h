@@ -21,7 +21,7 @@ class Arena {
   T* take(int64_t count) {
     const uintptr_t at = base + bytes;
     bytes += ceil_div(count * int64_t(sizeof(T)), 64) * 64;
-#if defined(__SANITIZE_ADDRESS__)  // a red zone behind every buffer, from its last element on
+#if defined(__SANITIZE_ADDRESS__)  // a red zone behind every buffer, right after its last element
     bytes += 64;
     const uintptr_t end = at + count * sizeof(T);
     if (base) ASAN_POISON_MEMORY_REGION(reinterpret_cast<void*>(end), base + bytes - end);

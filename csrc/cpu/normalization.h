@@ -35,7 +35,7 @@ struct Normalization {
   }
 };
 
-// f(low and high half of a pixel's channels, offset) for a run of pixels of one panel.
+// f(offset) for a run of pixels of one panel.
 template <class T, class F>
 RESODE_INLINE void for_each_pixel(int64_t offset, int64_t pixels, F f) {
   for (const int64_t end = offset + pixels * kPanel<T>; offset < end; offset += kPanel<T>)
@@ -52,7 +52,7 @@ RESODE_INLINE void for_each_run(int64_t pixels, F f) {
   for (int64_t q = 0; q < pixels; q += kRun) f(q, min(kRun, pixels - q));
 }
 
-// Count, mean and sum of squared deviations of what has been seen, per channel. Runs are merged by
+// Mean and sum of squared deviations of what has been seen, per channel. Runs are merged by
 // the formula of Chan, Golub and LeVeque (1979), which does not cancel.
 struct Moments {
   double *mean, *deviation;
