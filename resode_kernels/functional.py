@@ -180,7 +180,7 @@ def run_conv(
     method = how.method(checks.steps(depth, len(blocks), how))
     parameters = tuple(tensor for block in blocks for layer in block for tensor in layer)
     problem = Problem("conv", activation, parameters, method, len(blocks[0]), epsilon)
-    return autograd.run(x, problem, backends.choose(how.backend, x.device))
+    return autograd.run(x, problem, backends.choose(how.backend, x.device, x.dtype))
 
 
 def run_linear(x: Tensor, weight: Tensor, depth: int | None, how: How) -> Tensor:
@@ -200,7 +200,7 @@ def _run(
     blocks, dim = shapes[0][0], shapes[0][-1]
     checks.rows(x, dim, parameters)
     method = how.method(checks.steps(depth, blocks, how))
-    backend = backends.choose(how.backend, x.device)
+    backend = backends.choose(how.backend, x.device, x.dtype)
     problem = Problem(block, activation, tuple(tensors), method)
     y, _ = autograd.run(x.reshape(-1, dim), problem, backend)
     return y.reshape(x.shape)

@@ -1,8 +1,9 @@
 """Backends: who runs a problem.
 
-A backend is a module with three functions:
+A backend is a module with four functions:
 
     unavailable()                                           why it cannot be used here, or None
+    refuses(device_type, dtype)                             why it does not take such an x, or None
     forward(problem, x, y, anchors, statistics)             fills y, anchors and statistics
     reverse(problem, start, anchors, cotangent, gradients)  fills the gradients that are not None
 """
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ..problem import Problem
-from . import cpp, reference
+from . import cpp, reference, triton
 
 
 class BackendUnavailableError(RuntimeError):
@@ -25,6 +26,8 @@ class BackendUnavailableError(RuntimeError):
 
 class Backend(Protocol):
     def unavailable(self) -> str | None: ...
+
+    def refuses(self, device_type: str, dtype: torch.dtype) -> str | None: ...
 
     def forward(
         self, problem: Problem, x: Tensor, y: Tensor, anchors: Tensor, statistics: Tensor
@@ -40,29 +43,29 @@ class Backend(Protocol):
     ) -> None: ...
 
 
-IMPLEMENTED: dict[str, Backend] = {"cpp": cpp, "reference": reference}
+IMPLEMENTED: dict[str, Backend] = {"cpp": cpp, "triton": triton, "reference": reference}
 
 # The order in which "auto" tries them, per device type; on any other device the reference runs.
-PREFERENCE = {"cpu": ("cpp", "reference")}
+# (AMD's GPUs are "cuda" devices of torch, too.)
+PREFERENCE = {"cpu": ("cpp",), "cuda": ("triton",)}
 
 
-def why_not(name: str, device_type: str) -> str | None:
-    """Why the backend cannot run tensors of a device, or None if it can."""
+def why_not(name: str, device_type: str, dtype: torch.dtype = torch.float32) -> str | None:
+    """Why the backend cannot run a tensor of that kind, or None if it can."""
     if name not in IMPLEMENTED:
         return "this version of resode_kernels does not contain it"
-    if name == "cpp" and device_type != "cpu":
-        return f"it runs on the CPU, not on {device_type!r}"
-    return IMPLEMENTED[name].unavailable()
+    backend = IMPLEMENTED[name]
+    return backend.unavailable() or backend.refuses(device_type, dtype)
 
 
-def choose(name: str, device: torch.device) -> str:
-    """The backend that runs tensors of ``device`` when ``name`` is asked for."""
+def choose(name: str, device: torch.device, dtype: torch.dtype = torch.float32) -> str:
+    """The backend that runs an x on ``device`` when ``name`` is asked for."""
     if name == "auto":
         for candidate in PREFERENCE.get(device.type, ()):
-            if why_not(candidate, device.type) is None:
+            if why_not(candidate, device.type, dtype) is None:
                 return candidate
         return "reference"
-    reason = why_not(name, device.type)
+    reason = why_not(name, device.type, dtype)
     if reason is not None:
         raise BackendUnavailableError(
             f"backend={name!r} is not available: {reason} "

@@ -42,6 +42,10 @@ def unavailable() -> str | None:
     return _reason
 
 
+def refuses(device_type: str, dtype: torch.dtype) -> str | None:
+    return None if device_type == "cpu" else f"it runs on the CPU, not on {device_type!r}"
+
+
 def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 

@@ -16,6 +16,10 @@ def unavailable() -> None:
     return None
 
 
+def refuses(device_type: str, dtype: torch.dtype) -> None:
+    return None
+
+
 def _scheme(
     problem: Problem, dtype: torch.dtype, statistics: Tensor | None = None
 ) -> reference.Scheme:

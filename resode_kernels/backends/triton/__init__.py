@@ -1,0 +1,82 @@
+"""Triton kernels as a backend: tensors on NVIDIA and AMD GPUs, float32 streams.
+
+    stage.py, schemes.py, blocks.py   the depth-fused kernels of MLP and linear stages
+    fused.py                          their launches
+    plan.py, device.py, form.py       tiles, programs, and where the kernels fit
+    tuning.py                         measured tiles instead of the default ones
+    layerwise.py                      stages layer by layer: convolutions, and what is too wide
+    elementwise.py, normalization.py  the kernels of that
+
+Under ``TRITON_INTERPRET=1`` Triton's interpreter runs the same kernels on the CPU, slowly. Triton
+is imported when something is to run.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, version
+
+import torch
+from torch import Tensor
+
+from ...problem import Problem
+
+OLDEST = (3, 6)
+
+
+def unavailable() -> str | None:
+    if importlib.util.find_spec("triton") is None:
+        return "Triton is not installed; `pip install triton` (on Linux)"
+    try:
+        installed = version("triton")
+    except PackageNotFoundError:  # a build of its own, such as ROCm's
+        return None
+    if tuple(int(part) for part in installed.split(".")[:2]) < OLDEST:
+        return f"Triton {installed} is too old; it takes {OLDEST[0]}.{OLDEST[1]} or later"
+    return None
+
+
+def interpreted() -> bool:
+    """Whether Triton's interpreter runs the kernels: as the variable is when they are imported."""
+    return os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "yes", "on", "y")
+
+
+def refuses(device_type: str, dtype: torch.dtype) -> str | None:
+    if dtype == torch.float64:
+        return "it takes float32, float16 and bfloat16, not float64"
+    if interpreted():
+        return None if device_type in ("cpu", "cuda") else f"it cannot interpret {device_type!r}"
+    if device_type == "cpu":
+        return (
+            "it runs on GPUs, not on the CPU; to try it there, set TRITON_INTERPRET=1 before "
+            "Python starts"
+        )
+    return None if device_type == "cuda" else f"it runs on GPUs, not on {device_type!r}"
+
+
+def forward(problem: Problem, x: Tensor, y: Tensor, anchors: Tensor, statistics: Tensor) -> None:
+    from . import fused, layerwise
+
+    plan = None if problem.block == "conv" else fused.layout(problem, x, reverse=False)
+    if plan is None:
+        layerwise.forward(problem, x, y, anchors, statistics)
+    else:
+        fused.forward(problem, plan, x, y, anchors)
+
+
+def reverse(
+    problem: Problem,
+    start: Tensor,
+    anchors: Tensor,
+    cotangent: Tensor,
+    gradients: Sequence[Tensor | None],
+) -> None:
+    from . import fused, layerwise
+
+    plan = None if problem.block == "conv" else fused.layout(problem, start, reverse=True)
+    if plan is None:
+        layerwise.reverse(problem, start, anchors, cotangent, gradients)
+    else:
+        fused.reverse(problem, plan, start, anchors, cotangent, gradients)

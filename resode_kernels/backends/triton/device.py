@@ -1,0 +1,55 @@
+"""The device that runs a tensor's kernels, as far as the plan of a launch depends on it."""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from triton.runtime import driver
+
+from . import interpreted
+
+# What a GPU keeps between its units and DRAM, where torch does not tell: the Infinity Cache.
+LAST_LEVEL_CACHE = {"gfx942": 256 << 20}
+
+
+class Device(NamedTuple):
+    target: str
+    """``"cuda:80"``, ``"hip:gfx942"``, …, or ``"interpreter"``."""
+    processors: int
+    """Streaming multiprocessors, or compute units."""
+    shared: int
+    """Bytes of shared memory that a program may have."""
+    cache: int
+    """Bytes of the last cache before DRAM."""
+
+    @property
+    def tensor_cores_of_64_rows(self) -> bool:
+        """Whether matrix instructions (wgmma, tcgen05) take 64 rows at least."""
+        return self.target in ("cuda:90", "cuda:100", "cuda:103")
+
+
+INTERPRETER = Device("interpreter", processors=3, shared=1 << 20, cache=32 << 20)
+
+
+def device_of(tensor: Tensor) -> Device:
+    if interpreted():
+        return INTERPRETER
+    return _describe(tensor.device)
+
+
+@functools.cache
+def _describe(device: torch.device) -> Device:
+    target = driver.active.get_current_target()
+    properties = driver.active.utils.get_device_properties(driver.active.get_current_device())
+    cache = LAST_LEVEL_CACHE.get(str(target.arch).split(":")[0])
+    if cache is None and device.type == "cuda":
+        cache = torch.cuda.get_device_properties(device).L2_cache_size
+    return Device(
+        f"{target.backend}:{target.arch}",
+        properties["multiprocessor_count"],
+        properties["max_shared_mem"],
+        cache or 32 << 20,
+    )

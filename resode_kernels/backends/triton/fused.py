@@ -1,0 +1,186 @@
+"""The depth-fused stage: the launches of ``stage.py``'s kernels that make up a pass."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...problem import Problem
+from . import tuning
+from .device import device_of
+from .form import Form, Tile
+from .launch import on_device
+from .plan import Plan, form_of, plan_of, weight_of
+from .stage import forward_kernel, reverse_kernel
+from .sums import Sums
+from .tiles import tiles_of
+
+
+def layout(problem: Problem, x: Tensor, *, reverse: bool) -> Plan | None:
+    """The plan of a pass; None: the problem is too wide for a tile."""
+    device, form = device_of(x), form_of(problem)
+    weight = weight_of(problem)
+    tiles = tiles_of(form, device, weight.element_size(), reverse)
+    if not tiles:
+        return None
+    tile = tiles[0]
+    if len(tiles) > 1 and tuning.measures(x):
+        about = len(x).bit_length()  # problems of up to twice the rows share a tile
+        kind = (torch.cuda.get_device_name(x.device), *form, weight.dtype, about, reverse)
+        tile = tuning.best(kind, tiles, lambda tile: _seconds(problem, x, tile, reverse))
+    return plan_of(problem, device, len(x), form, tile)
+
+
+def _seconds(problem: Problem, x: Tensor, tile: Tile, reverse_pass: bool) -> float:
+    """What a few steps cost with that tile."""
+    from triton.testing import do_bench
+
+    method = problem.method
+    few = min(method.steps, 4)
+    keep_every = few if method.rule == "exact" else 0
+    problem = problem._replace(method=method._replace(steps=few, keep_every=keep_every))
+    plan = plan_of(problem, device_of(x), len(x), form_of(problem), tile)
+    no_anchors = x.new_empty((0, *x.shape))
+    scratch = [
+        torch.empty_like(x),
+        *(p if p is None else torch.empty_like(p) for p in problem.parameters),
+    ]
+
+    def run() -> None:
+        if reverse_pass:
+            reverse(problem, plan, x, no_anchors, x, scratch)
+        else:
+            forward(problem, plan, x, torch.empty_like(x), no_anchors)
+
+    return float(do_bench(run, warmup=5, rep=20, return_mode="median"))
+
+
+def forward(problem: Problem, plan: Plan, x: Tensor, y: Tensor, anchors: Tensor) -> None:
+    method, result = problem.method, _buffer(y)
+    with on_device(x):
+        _walk(problem, plan, x.contiguous(), result, anchors, 0, method.steps, method.keep_every)
+    if result is not y:
+        y.copy_(result)
+
+
+def _buffer(result: Tensor) -> Tensor:
+    """Where kernels write: the result itself if they can, else a contiguous stand-in."""
+    return result if result.is_contiguous() else result.new_empty(result.shape)
+
+
+def _contiguous(tensors: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
+    return tuple(None if t is None else t.contiguous() for t in tensors)
+
+
+def _walk(
+    problem: Problem,
+    plan: Plan,
+    x: Tensor,
+    y: Tensor,
+    anchors: Tensor,
+    begin: int,
+    end: int,
+    keep_every: int,
+) -> None:
+    forward_kernel[(-(-len(x) // plan.form.rows),)](
+        x, y, anchors, _contiguous(problem.parameters),
+        len(x), begin, end, keep_every, problem.method.step, plan.form,
+        **plan.options,
+    )  # fmt: skip
+
+
+class Steps(NamedTuple):
+    """Consecutive steps of the reverse pass, begin … end − 1, that a launch makes."""
+
+    begin: int
+    end: int
+    form: Form
+    start: Tensor | None
+    """The state to begin with: x̃[end], or x[states_begin] of an exact rule. None: where the last
+    launch ended."""
+    states: Tensor | None = None
+    states_begin: int = 0
+
+
+def reconstructing(problem: Problem, plan: Plan, start: Tensor, anchors: Tensor) -> Iterator[Steps]:
+    """The launches of a rule that reconstructs the states from x[N] and the anchors. A launch ends
+    where an anchor is, or when its partial sums fill the cache; while ``predicted`` gathers its
+    first evaluations, after every step."""
+    rule, order, keep_every = problem.method.rule, problem.method.order, problem.method.keep_every
+    form = plan.form
+    end, have = problem.method.steps, 0
+    state: Tensor | None = start
+    while end > 0:
+        kept = (end - 1) // keep_every * keep_every if keep_every else 0
+        begin = max(kept, end - plan.steps)
+        if rule == "predicted":
+            corrections = order - have if have else order
+            form = form._replace(have=have, keep=min(have + 1, order), corrections=corrections)
+            if have < order:
+                begin, have = end - 1, have + 1
+        yield Steps(begin, end, form, state)
+        end = begin
+        at_anchor = keep_every and end and end % keep_every == 0
+        state = anchors[end // keep_every - 1] if at_anchor else None
+
+
+def recomputing(problem: Problem, plan: Plan, start: Tensor, anchors: Tensor) -> Iterator[Steps]:
+    """The launches of the rule ``exact``: the states that were not kept are computed again from the
+    kept one before them."""
+    method = problem.method
+    k, end = method.keep_every, method.steps
+    if k == 1:
+        yield from _in_turn(plan, 0, end, start, anchors)
+        return
+    between = start.new_empty((k - 1, *start.shape))
+    while end > 0:
+        begin = (end - 1) // k * k
+        state = anchors[begin // k - 1] if begin else start
+        if end - begin > 1:
+            last = between[end - begin - 2]
+            _walk(problem, plan, state, last, between, begin, end - 1, 1)
+        yield from _in_turn(plan, begin, end, state, between)
+        end = begin
+
+
+def _in_turn(plan: Plan, begin: int, end: int, state: Tensor, states: Tensor) -> Iterator[Steps]:
+    while end > begin:
+        first = max(begin, end - plan.steps)
+        yield Steps(first, end, plan.form, state, states, begin)
+        end = first
+
+
+def reverse(
+    problem: Problem,
+    plan: Plan,
+    start: Tensor,
+    anchors: Tensor,
+    cotangent: Tensor,
+    gradients: Sequence[Tensor | None],
+) -> None:
+    method = problem.method
+    launches = recomputing if method.rule == "exact" else reconstructing
+    start, cotangent, anchors = start.contiguous(), cotangent.contiguous(), anchors.contiguous()
+    parameters = _contiguous(problem.parameters)
+    grad_x, *grads = gradients
+    state, g = torch.empty_like(start), cotangent
+    result = torch.empty_like(start) if grad_x is None else _buffer(grad_x)
+    history = start.new_empty((method.order if method.rule == "predicted" else 0, *start.shape))
+    with on_device(start):
+        sums = Sums(problem, plan, grads)
+        for steps in launches(problem, plan, start, anchors):
+            places, first_block = sums.prepare(steps.begin, steps.end)
+            reverse_kernel[(plan.programs,)](
+                state if steps.start is None else steps.start, state, g, result,
+                history, steps.states, parameters, places,
+                len(start), steps.begin, steps.end, first_block, steps.states_begin,
+                method.step, steps.form, **plan.options,
+            )  # fmt: skip
+            sums.collect(steps.begin, steps.end)
+            g = result
+        sums.finish()
+    if grad_x is not None and result is not grad_x:
+        grad_x.copy_(result)

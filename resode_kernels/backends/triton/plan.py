@@ -1,0 +1,79 @@
+"""How a problem is laid out on a GPU: the tiles of the kernels, the number of programs, and the
+number of steps in a launch of the reverse pass."""
+
+from __future__ import annotations
+
+import os
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...problem import Problem
+from . import interpreted
+from .device import Device
+from .form import Form, Tile
+from .launch import options
+
+
+class Plan(NamedTuple):
+    rows: int
+    """Of x."""
+    form: Form
+    options: dict[str, Any]
+    programs: int
+    steps: int = 0
+    """At most so many in a launch of the reverse pass."""
+
+
+def weight_of(problem: Problem) -> Tensor:
+    weight = problem.parameters[0]
+    assert weight is not None
+    return weight
+
+
+def precision() -> str:
+    """Of products of float32 numbers: TF32 if torch allows it, too."""
+    return "ieee" if torch.get_float32_matmul_precision() == "highest" else "tf32"
+
+
+def atomic() -> bool:
+    """Whether gradients may be added by float atomics (RESODE_ATOMICS=1)."""
+    asked = os.environ.get("RESODE_ATOMICS") == "1"
+    return asked and not torch.are_deterministic_algorithms_enabled()
+
+
+def form_of(problem: Problem) -> Form:
+    """Of the kernels, but for their tile."""
+    method = problem.method
+    _, hidden, dim = weight_of(problem).shape
+    return Form(
+        block=problem.block,
+        activation=problem.activation,
+        scheme=method.scheme,
+        tied=problem.tied,
+        dim=dim,
+        hidden=hidden,
+        width=max(16, 1 << (dim - 1).bit_length()),
+        rows=0,
+        chunk=0,
+        precision=precision(),
+        widen=interpreted(),
+        atomic=atomic(),
+        exact=method.rule == "exact",
+        moves=method.rule in ("refined", "predicted"),
+        shares=method.rule == "paper" and (problem.tied or method.scheme == "heun"),
+        corrections=method.order - 1 if method.rule == "refined" else 0,
+    )
+
+
+def plan_of(problem: Problem, device: Device, rows: int, form: Form, tile: Tile) -> Plan:
+    """A launch of the reverse kernel makes as many steps as its partial sums fit half the cache:
+    a program comes back to them with every tile."""
+    form = form._replace(rows=tile.rows, chunk=tile.chunk)
+    programs = min(-(-rows // tile.rows), device.processors)
+    of_block = 4 * sum(p[0].numel() for p in problem.parameters if p is not None)
+    steps = problem.method.steps
+    if not (form.tied or form.atomic):
+        steps = max(1, min(steps, device.cache // 2 // (programs * of_block)))
+    return Plan(rows, form, options(device.target, tile.warps), programs, steps)
