@@ -64,7 +64,7 @@ def add_to(pointer, at, value, inside, S: tl.constexpr):
 
 @triton.jit
 def mlp_chunk(theta, n, c, S: tl.constexpr):
-    """W1 [chunk, width], b1 [1, chunk] and W2 [width, chunk] of block n, hidden units c, c + 1, …"""
+    """W1 [chunk, width], b1 [1, chunk], W2 [width, chunk] of block n, from hidden unit c on."""
     EVEN: tl.constexpr = (S.hidden % S.chunk == 0) & (S.dim == S.width)
     w1, b1, w2, _ = theta
     d = tl.arange(0, S.width)

@@ -60,8 +60,9 @@ def _seconds(problem: Problem, x: Tensor, tile: Tile, reverse_pass: bool) -> flo
 
 def forward(problem: Problem, plan: Plan, x: Tensor, y: Tensor, anchors: Tensor) -> None:
     method, result = problem.method, _buffer(y)
+    keep_every = method.keep_every or method.steps
     with on_device(x):
-        _walk(problem, plan, x.contiguous(), result, anchors, 0, method.steps, method.keep_every)
+        _walk(problem, plan, x.contiguous(), result, anchors, 0, method.steps, keep_every)
     if result is not y:
         y.copy_(result)
 

@@ -33,15 +33,14 @@ def tile_of(tile, rows, S: tl.constexpr):
 @triton.jit(do_not_specialize=["rows", "begin", "end", "keep_every"])
 def forward_kernel(x, y, anchors, theta, rows, begin, end, keep_every, h, S: tl.constexpr):
     """From x[begin] = x to x[end] = y, both [rows, dim]; anchors [·, rows, dim] takes the states
-    k, 2k, … steps after begin that come before end, if k = keep_every is not 0."""
+    k, 2k, … steps after begin that come before end, k = keep_every."""
     rows = int64(rows)
     here, at, inside = tile_of(tl.program_id(0), rows, S)
     state = tl.load(x + here + at, mask=inside, other=0.0)
     for i in tl.range(0, end - begin, disable_licm=True):
-        if keep_every > 0:
-            if (i > 0) & (i % keep_every == 0):
-                anchor = (i // keep_every - 1) * rows * S.dim
-                tl.store(anchors + anchor + here + at, state, mask=inside)
+        if (i > 0) & (i % keep_every == 0):
+            anchor = (i // keep_every - 1) * rows * S.dim
+            tl.store(anchors + anchor + here + at, state, mask=inside)
         state += h * slope(state, theta, begin + i, h, S)
     tl.store(y + here + at, state, mask=inside)
 

@@ -36,7 +36,7 @@ class Sums:
         return 1 if self.tied else steps + self.heun
 
     def prepare(self, begin: int, end: int) -> tuple[tuple[Tensor | None, ...], int]:
-        """Where a launch of the steps begin … end − 1 adds, and the block that comes first there."""
+        """Where a launch of the steps begin … end − 1 adds, and the first block there."""
         if self.atomic:
             return tuple(self.totals), 0
         for partial in self.partial:

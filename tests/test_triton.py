@@ -1,0 +1,387 @@
+"""The depth-fused Triton kernels: by Triton's interpreter where there is no GPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from helpers import (
+    BLOCKS,
+    RULES,
+    Run,
+    assert_as_accurate_as_pytorch,
+    by,
+    gradients,
+    make_stage,
+    name,
+    relative_error,
+)
+from torch import Tensor
+from torch.nn import functional as F
+
+import resode_kernels as rk
+from resode_kernels import backends, reference
+from resode_kernels.backends import reference as engine
+from resode_kernels.problem import Problem
+
+pytest.importorskip("triton", reason="Triton is not installed")
+
+import triton
+import triton.language as tl
+
+from resode_kernels.backends.triton import fused, plan, stage, tiles, tuning
+from resode_kernels.backends.triton import device as devices
+from resode_kernels.backends.triton.form import Form, Tile
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+TRITON = by("triton")
+# More rows than a tile has, more hidden units than a chunk, none a power of two.
+ROWS, DIM, HIDDEN, DEPTH = 21, 11, 18, 4
+
+
+def inputs(rows: int = ROWS, dim: int = DIM, **options: Any) -> Tensor:
+    return torch.randn(2, rows, dim, device=DEVICE, **options)
+
+
+def stage_of(block: str, *sizes: int, **options: Any) -> rk.Stage:
+    return make_stage(block, *(sizes or (DIM, HIDDEN, DEPTH)), device=DEVICE, **options)
+
+
+def problem_of(made: rk.Stage) -> Problem:
+    """What a backend gets of a stage."""
+    linear = isinstance(made, rk.LinearStage)
+    tensors = (made.weight,) if linear else (made.w1, made.b1, made.w2, made.b2)
+    block, activation = ("linear", "identity") if linear else ("mlp", made.activation)
+    return Problem(block, activation, tensors, made.how.method(made.depth))
+
+
+# ---------------------------------------------------------------------------------------- accuracy
+
+
+@pytest.mark.parametrize("scheme", ["euler", "heun"])
+@pytest.mark.parametrize("options", RULES, ids=name)
+@pytest.mark.parametrize("block", ["tanh", "linear"])
+def test_kernels_are_as_accurate_as_pytorch(
+    block: str, options: dict[str, Any], scheme: str, nan_memory: None
+) -> None:
+    assert_as_accurate_as_pytorch(stage_of(block, scheme=scheme, **options), *inputs(), TRITON)
+
+
+@pytest.mark.parametrize("options", RULES[:5], ids=name)
+@pytest.mark.parametrize("block", ["relu", "gelu", "silu"])
+def test_every_activation(block: str, options: dict[str, Any], nan_memory: None) -> None:
+    assert_as_accurate_as_pytorch(stage_of(block, **options), *inputs(), TRITON)
+
+
+@pytest.mark.parametrize("options", [*RULES[:2], *RULES[4:]], ids=name)
+@pytest.mark.parametrize("scheme", ["euler", "heun"])
+@pytest.mark.parametrize("block", ["tanh", "linear"])
+def test_tied_weights_and_no_bias(
+    block: str, scheme: str, options: dict[str, Any], nan_memory: None
+) -> None:
+    made = stage_of(block, bias=False, tied=True, scheme=scheme, **options)
+    assert_as_accurate_as_pytorch(made, *inputs(), TRITON)
+
+
+@pytest.mark.parametrize(
+    "shape", [(1, 1, 1), (17, 40, 20), (3, 70, 33), (70, 16, 16), (40, 3, 50)], ids=str
+)
+def test_odd_shapes(shape: tuple[int, int, int], nan_memory: None) -> None:
+    rows, dim, hidden = shape
+    made = stage_of("silu", dim, hidden, 2, reverse="predicted", order=1)
+    assert fused.layout(problem_of(made), torch.empty(rows, dim), reverse=True) is not None
+    assert_as_accurate_as_pytorch(made, *inputs(rows, dim), TRITON)
+
+
+class HalfMLP(reference.MLP):
+    """As anyone would write it with 16-bit weights and a float32 residual stream."""
+
+    def f(self, x: Tensor, k: int) -> Tensor:
+        u = self.sigma(F.linear(x.to(self.w1.dtype), self.w1, self.b1))
+        return F.linear(u, self.w2, self.b2).float()
+
+    def linearize(self, x: Tensor, k: int, wrt_x: bool = True) -> Any:
+        half = self.w1.dtype
+        x = x.to(half)
+        z = F.linear(x, self.w1, self.b1)
+        u = self.sigma(z)
+
+        def pullback(g: Tensor) -> Any:
+            g = g.to(half)
+            dz = (g @ self.w2) * self.slope(z)
+            grads = (dz.T @ x, dz.sum(0), g.T @ u, g.sum(0))
+            return (dz @ self.w1).float(), tuple(t.float() for t in grads)
+
+        return F.linear(u, self.w2, self.b2).float(), pullback
+
+
+class HalfLinear(reference.Linear):
+    def f(self, x: Tensor, k: int) -> Tensor:
+        return super().f(x.to(self.weight.dtype), k).float()
+
+    def linearize(self, x: Tensor, k: int, wrt_x: bool = True) -> Any:
+        y, pullback = super().linearize(x.to(self.weight.dtype), k)
+
+        def widened(g: Tensor) -> Any:
+            gx, (grad,) = pullback(g.to(self.weight.dtype))
+            return gx.float(), (grad.float(),)
+
+        return y.float(), widened
+
+
+def in_half_precision(monkeypatch: pytest.MonkeyPatch) -> Run:
+    """The reference with every product in the dtype of the weights."""
+    kit = engine.Kit(HalfMLP, HalfLinear, reference.Conv, reference.combine, widens=False)
+
+    def run(made: rk.Stage, x: Tensor, g: Tensor) -> list[Tensor]:
+        with monkeypatch.context() as patch:
+            patch.setattr(engine.forward, "__defaults__", (kit,))
+            patch.setattr(engine.reverse, "__defaults__", (kit,))
+            return by("reference")(made, x, g)
+
+    return run
+
+
+@pytest.mark.parametrize("storage", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("x_dtype", [torch.float32, None], ids=str)
+@pytest.mark.parametrize("options", [*RULES[:2], RULES[4]], ids=name)
+@pytest.mark.parametrize("block", ["gelu", "linear"])
+def test_half_precision_weights(
+    block: str,
+    options: dict[str, Any],
+    x_dtype: torch.dtype | None,
+    storage: torch.dtype,
+    nan_memory: None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made = stage_of(block, dtype=storage, scheme="heun", **options)
+    x, g = inputs(dtype=x_dtype or storage)
+    assert_as_accurate_as_pytorch(made, x, g, TRITON, in_half_precision(monkeypatch))
+
+
+def test_the_residual_stream_is_float32_in_bfloat16_networks() -> None:
+    """A bfloat16 stream would lose every one of these updates."""
+    made = rk.LinearStage(4, 1000, tied=True, dtype=torch.bfloat16, backend="triton", device=DEVICE)
+    with torch.no_grad():
+        made.weight.copy_(torch.eye(4))
+        y = made(torch.ones(1, 4, dtype=torch.bfloat16, device=DEVICE))
+    torch.testing.assert_close(y.float().cpu(), torch.full((1, 4), 2.71828), rtol=1e-2, atol=0)
+
+
+def test_a_nan_is_never_swallowed() -> None:
+    for activation in ("relu", "tanh", "gelu", "silu"):
+        x = torch.randn(9, 5, device=DEVICE)
+        x[3, 2] = float("nan")
+        with torch.no_grad():
+            y = rk.MLPStage(5, 7, 2, activation, backend="triton", device=DEVICE)(x)
+        assert y[3].isnan().all()
+        assert y[torch.arange(9) != 3].isfinite().all()
+
+
+# --------------------------------------------------------------------------- launches and programs
+
+
+@pytest.mark.parametrize("options", RULES, ids=name)
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("scheme", ["euler", "heun"])
+def test_a_pass_may_be_cut_into_launches(
+    options: dict[str, Any], scheme: str, tied: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However many steps a launch makes and however many programs share the rows."""
+    made = stage_of("tanh", scheme=scheme, tied=tied, **options)
+    x, g = inputs(40)
+    expected = by("reference")(made, x, g)
+    small = devices.INTERPRETER._replace(processors=2, cache=1)
+    monkeypatch.setattr(devices, "INTERPRETER", small)
+    monkeypatch.setattr(fused, "device_of", lambda _: small)
+    for k, p in zip(TRITON(made, x, g), expected, strict=True):
+        assert relative_error(k, p) < 2e-6
+
+
+def test_a_problem_too_wide_for_a_tile_runs_layer_by_layer(nan_memory: None) -> None:
+    made = stage_of("tanh", 130, 9, 2)
+    assert fused.layout(problem_of(made), torch.empty(5, 130), reverse=True) is None
+    assert_as_accurate_as_pytorch(made, *inputs(5, 130), TRITON)
+
+
+def test_shared_memory_limits_the_tiles() -> None:
+    form = plan.form_of(problem_of(stage_of("tanh", 128, 128, 2)))
+    a100 = devices.Device("cuda:80", 108, 166_912, 40 << 20)
+    assert tiles.tiles_of(form._replace(precision="tf32"), a100, 4, reverse=True)
+    needed = [tiles.shared_bytes(tile, form, 4) for tile in tiles.REVERSE[128]]
+    assert len(set(needed)) > 1
+    tight = a100._replace(shared=min(needed))
+    few = tiles.tiles_of(form._replace(precision="tf32"), tight, 4, reverse=True)
+    assert 0 < len(few) < len(needed)
+    none = a100._replace(shared=min(needed) - 1)
+    assert tiles.tiles_of(form._replace(precision="tf32"), none, 4, reverse=True) == ()
+
+
+def test_partial_sums_fit_the_cache() -> None:
+    """Their number is bounded by the device, not by the batch or the depth."""
+    made = stage_of("tanh", 64, 64, 300)
+    problem = problem_of(made)
+    h100 = devices.Device("cuda:90", 132, 232_448, 50 << 20)
+    for rows in (100, 10_000, 1_000_000):
+        layout = plan.plan_of(problem, h100, rows, plan.form_of(problem), Tile(32, 32, 8))
+        of_block = 4 * sum(p[0].numel() for p in made.parameters())
+        assert layout.programs <= h100.processors
+        assert layout.programs * layout.steps * of_block <= h100.cache / 2
+
+
+def test_frozen_parameters_cost_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = stage_of("tanh")
+    made.w1.requires_grad_(False)
+    made.b2.requires_grad_(False)
+    x, g = inputs()
+    expected = torch.autograd.grad(made.configure(backend="reference")(x), [made.b1, made.w2], g)
+    seen: list[Any] = []
+    prepare = fused.Sums.prepare
+    monkeypatch.setattr(
+        fused.Sums,
+        "prepare",
+        lambda sums, *steps: seen.append(sums.partial) or prepare(sums, *steps),
+    )
+    result = torch.autograd.grad(made.configure(backend="triton")(x), [made.b1, made.w2], g)
+    for k, p in zip(result, expected, strict=True):
+        assert relative_error(k, p) < 2e-6
+    assert [partial is None for partial in seen[0]] == [True, False, False, True]
+
+
+def test_results_repeat_bit_by_bit() -> None:
+    made = stage_of("gelu", scheme="heun")
+    x, g = inputs(50)
+    for first, second in zip(TRITON(made, x, g), TRITON(made, x, g), strict=True):
+        assert torch.equal(first, second)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_gradients_by_atomics(tied: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = stage_of("tanh", scheme="heun", tied=tied)
+    x, g = inputs(40)
+    expected = by("reference")(made, x, g)
+    monkeypatch.setenv("RESODE_ATOMICS", "1")
+    assert plan.form_of(problem_of(made)).atomic
+    for k, p in zip(TRITON(made, x, g), expected, strict=True):
+        assert relative_error(k, p) < 2e-6
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert not plan.form_of(problem_of(made)).atomic
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("options", [RULES[1], RULES[8]], ids=name)
+def test_inputs_of_any_layout(options: dict[str, Any]) -> None:
+    made = stage_of("tanh", **options)
+    x, g = (t.T for t in torch.randn(2, DIM, ROWS, device=DEVICE))
+    assert not x.is_contiguous()
+    with torch.no_grad():
+        for p in made.parameters():
+            p.set_(p.transpose(0, -1).contiguous().transpose(0, -1))
+    assert not made.w1.is_contiguous()
+    before = x.clone(), g.clone()
+    for k, p in zip(TRITON(made, x, g), by("reference")(made, x, g), strict=True):
+        assert relative_error(k, p) < 2e-6
+    assert torch.equal(x, before[0]) and torch.equal(g, before[1])
+
+
+@triton.jit
+def where_a_tile_begins(out, tile, rows, S: tl.constexpr):
+    begin, _, _ = stage.tile_of(tile, rows, S)
+    tl.store(out, begin)
+
+
+def test_addresses_have_64_bits() -> None:
+    form = plan.form_of(problem_of(stage_of("tanh", 64, 64, 2)))._replace(rows=32, chunk=32)
+    out = torch.zeros(1, dtype=torch.int64, device=DEVICE)
+    where_a_tile_begins[(1,)](out, 2_000_000, 70_000_000, form)
+    assert out.item() == 2_000_000 * 32 * 64 > 2**31
+
+
+# ------------------------------------------------------------------------------------------- tuning
+
+
+@pytest.fixture
+def cache(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setenv("RESODE_CACHE", str(tmp_path))
+    monkeypatch.setattr(tuning, "_remembered", {})
+    return tuning.cache_file()
+
+
+def test_the_fastest_tile_is_found_once_and_remembered(
+    cache: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    candidates = tiles.REVERSE[64]
+    measured: list[Tile] = []
+
+    def seconds(tile: Tile) -> float:
+        measured.append(tile)
+        return {candidates[0]: 3.0, candidates[1]: 1.0}.get(tile, 2.0)
+
+    assert tuning.best(("a", 1), candidates, seconds) == candidates[1]
+    assert measured == list(candidates)
+    assert tuning.best(("a", 1), candidates, seconds) == candidates[1]
+    monkeypatch.setattr(tuning, "_remembered", {})  # another process: it reads the file
+    assert tuning.best(("a", 1), candidates, seconds) == candidates[1]
+    assert len(measured) == len(candidates)
+    assert tuning.best(("a", 2), candidates, seconds) == candidates[1]
+    assert len(measured) == 2 * len(candidates)
+
+
+def test_a_tile_that_does_not_fit_is_not_taken(cache: Any) -> None:
+    from triton.runtime.errors import OutOfResources
+
+    first, *others = tiles.REVERSE[64]
+
+    def seconds(tile: Tile) -> float:
+        if tile == first:
+            raise OutOfResources(2, 1, "shared memory")
+        return 1.0
+
+    assert tuning.best(("b",), (first, *others), seconds) == others[0]
+
+
+def test_a_broken_or_unwritable_cache_does_no_harm(
+    cache: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    candidates = tiles.REVERSE[64]
+    cache.write_text('{"c": [1')
+    assert tuning.best(("c",), candidates, lambda tile: tile.rows) in candidates
+    blocked = cache.parent / "file"
+    blocked.write_text("")
+    monkeypatch.setenv("RESODE_CACHE", str(blocked))
+    assert tuning.best(("d",), candidates, lambda tile: -tile.rows) == candidates[0]
+
+
+def test_a_trial_runs_the_problem_it_is_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is timed on a GPU: a few steps, without touching x."""
+    import triton.testing
+
+    monkeypatch.setattr(triton.testing, "do_bench", lambda run, **_: run() or 1.0)
+    for options in (RULES[1], RULES[4], RULES[8], RULES[9]):
+        problem = problem_of(stage_of("tanh", DIM, HIDDEN, 9, **options))
+        x = inputs()[0]
+        before = x.clone()
+        for reverse in (False, True):
+            assert fused._seconds(problem, x, Tile(16, 16, 4), reverse) == 1.0
+        assert torch.equal(x, before)
+
+
+def test_nothing_is_measured_under_deterministic_algorithms(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class OnGPU:
+        is_cuda = True
+
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    assert tuning.measures(OnGPU())  # type: ignore[arg-type]
+    assert not tuning.measures(torch.zeros(1))
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert not tuning.measures(OnGPU())  # type: ignore[arg-type]
+    finally:
+        torch.use_deterministic_algorithms(False)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    assert not tuning.measures(OnGPU())  # type: ignore[arg-type]
