@@ -83,6 +83,7 @@ class MLP(Block):
     def __init__(
         self, activation: str, w1: Tensor, b1: Tensor | None, w2: Tensor, b2: Tensor | None
     ) -> None:
+        self.activation = activation
         self.sigma, self.slope = ACTIVATIONS[activation]
         self.w1, self.b1, self.w2, self.b2 = w1, b1, w2, b2
 
@@ -150,19 +151,33 @@ class Conv(Block):
         layers: Sequence[Sequence[Any]],
         statistics: Tensor | None = None,
     ) -> None:
+        self.activation = activation
         self.sigma, self.slope = ACTIVATIONS[activation]
         self.epsilon, self.layers, self.statistics = epsilon, layers, statistics
 
     def f(self, x: Tensor, k: int) -> Tensor:
         x, trace = self.evaluate(x)
         if self.statistics is not None:
-            row = self.statistics[k]
-            for (*_, mean, _), (_, z, *_) in zip(self.layers, trace, strict=True):
-                out = z.shape[1]
-                if mean is None:
-                    row[:out], row[out : 2 * out] = z.mean((0, 2, 3)), z.var((0, 2, 3))
-                row = row[2 * out :]
+            axes = (0, 2, 3)
+            self.note(
+                k,
+                [
+                    (z.mean(axes), z.var(axes)) if mean is None else None
+                    for (*_, mean, _), (_, z, *_) in zip(self.layers, trace, strict=True)
+                ],
+            )
         return x
+
+    def note(self, k: int, moments: Sequence[tuple[Tensor, Tensor] | None]) -> None:
+        """Puts the mean and the unbiased variance of every layer that normalizes by its batch into
+        ``statistics[k]``."""
+        assert self.statistics is not None
+        row = self.statistics[k]
+        for (weight, *_), pair in zip(self.layers, moments, strict=True):
+            out = weight.shape[0]
+            if pair is not None:
+                row[:out], row[out : 2 * out] = pair
+            row = row[2 * out :]
 
     def evaluate(self, x: Tensor) -> tuple[Tensor, list[tuple[Tensor, ...]]]:
         """f(x), and of every layer u, z and what its normalization computed from the batch."""
@@ -386,12 +401,18 @@ def reverse(pullbacks: Iterator[StepPullback], g: Any, add: Add) -> Any:
     return g
 
 
+def accumulate(before: Any, more: Any) -> Any:
+    """The sum of contributions to a gradient, not in less than float32. None is none yet."""
+    if before is None or more is None:
+        return more if before is None else before
+    if isinstance(before, Tensor):
+        before = before.to(torch.promote_types(before.dtype, torch.float32))
+    return before + more
+
+
 class Sums(dict[Block, tuple[Any, ...]]):
     """The parameter gradients of each block, summed over the steps that use it."""
 
     def add(self, block: Block, grads: tuple[Any, ...]) -> None:
-        before = self.get(block)
-        if before is not None:
-            pairs = zip(before, grads, strict=True)
-            grads = tuple(None if a is None else a + b for a, b in pairs)
-        self[block] = grads
+        before = self.get(block, (None,) * len(grads))
+        self[block] = tuple(map(accumulate, before, grads))
