@@ -23,17 +23,33 @@ from torch.nn.grad import conv2d_input, conv2d_weight
 # ---------------------------------------------------------------------------------------- states
 
 
-def axpy(x: Any, a: float, y: Any) -> Any:
-    """x + a y, in one pass over memory. A y (or an entry of it) that is None stands for zero."""
-    if y is None:
-        return x
-    if isinstance(x, tuple):
-        return tuple(axpy(u, a, v) for u, v in zip(x, y, strict=True))
-    return torch.add(x, y, alpha=a) if isinstance(x, Tensor) else x + a * y
+Combine = Callable[..., Any]  # x, (a_1, y_1), (a_2, y_2), … to x + Σ a_i y_i
 
 
-def scaled(a: float, x: Any) -> Any:
-    return tuple(scaled(a, u) for u in x) if isinstance(x, tuple) else a * x
+def on_states(weighted_sum: Callable[[Sequence[Any], Sequence[Any]], Any]) -> Combine:
+    """x + Σ a_i y_i by a function that knows Σ a_i y_i of tensors. Of tuples it is taken entry by
+    entry; None, for x or a y_i or in one, stands for zero."""
+
+    def combine(x: Any, *terms: tuple[float, Any]) -> Any:
+        present = [(a, y) for a, y in ((1, x), *terms) if y is not None]
+        if not present:
+            return None
+        a, y = zip(*present, strict=True)
+        if isinstance(y[0], tuple):
+            entries = zip(*y, strict=True)
+            return tuple(combine(None, *zip(a, entry, strict=True)) for entry in entries)
+        return y[0] if a == (1,) else weighted_sum(a, y)
+
+    return combine
+
+
+@on_states
+def combine(a: Sequence[float], y: Sequence[Any]) -> Any:
+    """In plain PyTorch, or of anything else with ``+`` and ``*``: a pass over memory per term."""
+    total = y[0] if a[0] == 1 else a[0] * y[0]
+    for b, z in zip(a[1:], y[1:], strict=True):
+        total = torch.add(total, z, alpha=b) if isinstance(total, Tensor) else total + b * z
+    return total
 
 
 # ---------------------------------------------------------------------------------------- blocks
@@ -67,6 +83,7 @@ class MLP(Block):
     def __init__(
         self, activation: str, w1: Tensor, b1: Tensor | None, w2: Tensor, b2: Tensor | None
     ) -> None:
+        self.activation = activation
         self.sigma, self.slope = ACTIVATIONS[activation]
         self.w1, self.b1, self.w2, self.b2 = w1, b1, w2, b2
 
@@ -134,19 +151,33 @@ class Conv(Block):
         layers: Sequence[Sequence[Any]],
         statistics: Tensor | None = None,
     ) -> None:
+        self.activation = activation
         self.sigma, self.slope = ACTIVATIONS[activation]
         self.epsilon, self.layers, self.statistics = epsilon, layers, statistics
 
     def f(self, x: Tensor, k: int) -> Tensor:
         x, trace = self.evaluate(x)
         if self.statistics is not None:
-            row = self.statistics[k]
-            for (*_, mean, _), (_, z, *_) in zip(self.layers, trace, strict=True):
-                out = z.shape[1]
-                if mean is None:
-                    row[:out], row[out : 2 * out] = z.mean((0, 2, 3)), z.var((0, 2, 3))
-                row = row[2 * out :]
+            axes = (0, 2, 3)
+            self.note(
+                k,
+                [
+                    (z.mean(axes), z.var(axes)) if mean is None else None
+                    for (*_, mean, _), (_, z, *_) in zip(self.layers, trace, strict=True)
+                ],
+            )
         return x
+
+    def note(self, k: int, moments: Sequence[tuple[Tensor, Tensor] | None]) -> None:
+        """Puts the mean and the unbiased variance of every layer that normalizes by its batch into
+        ``statistics[k]``."""
+        assert self.statistics is not None
+        row = self.statistics[k]
+        for (weight, *_), pair in zip(self.layers, moments, strict=True):
+            out = weight.shape[0]
+            if pair is not None:
+                row[:out], row[out : 2 * out] = pair
+            row = row[2 * out :]
 
     def evaluate(self, x: Tensor) -> tuple[Tensor, list[tuple[Tensor, ...]]]:
         """f(x), and of every layer u, z and what its normalization computed from the batch."""
@@ -208,8 +239,8 @@ StepPullback = Callable[[Any, Add], Any]  # the cotangent of x[n+1] to that of x
 class Euler:
     """φ_n(x) = f_n(x): N blocks make N steps. Evaluation n of the forward pass is step n's."""
 
-    def __init__(self, blocks: Sequence[Block], h: float) -> None:
-        self.f, self.h, self.steps = blocks, h, len(blocks)
+    def __init__(self, blocks: Sequence[Block], h: float, combine: Combine = combine) -> None:
+        self.f, self.h, self.steps, self.combine = blocks, h, len(blocks), combine
 
     def slope(self, n: int, x: Any) -> Any:
         """φ_n(x)."""
@@ -224,9 +255,9 @@ class Euler:
         a, back = self.f[n].linearize(x, n, wrt_x)
 
         def pullback(g: Any, add: Add) -> Any:
-            gx, grads = back(scaled(self.h, g))
+            gx, grads = back(self.combine(None, (self.h, g)))
             add(self.f[n], grads)
-            return axpy(g, 1, gx)
+            return self.combine(g, (1, gx))
 
         return a, a, pullback
 
@@ -239,32 +270,32 @@ class Heun:
     """φ_n(x) = (a + b)/2, a = f_n(x), y = x + h a, b = f_{n+1}(y): N + 1 blocks make N steps.
     Evaluations 2n and 2n + 1 of the forward pass are a and b of step n."""
 
-    def __init__(self, blocks: Sequence[Block], h: float) -> None:
-        self.f, self.h, self.steps = blocks, h, len(blocks) - 1
+    def __init__(self, blocks: Sequence[Block], h: float, combine: Combine = combine) -> None:
+        self.f, self.h, self.steps, self.combine = blocks, h, len(blocks) - 1, combine
 
     def slope(self, n: int, x: Any) -> Any:
         a = self.f[n].f(x, 2 * n)
-        b = self.f[n + 1].f(axpy(x, self.h, a), 2 * n + 1)
-        return scaled(0.5, axpy(a, 1, b))
+        b = self.f[n + 1].f(self.combine(x, (self.h, a)), 2 * n + 1)
+        return self.combine(None, (0.5, a), (0.5, b))
 
     def reverse_slope(self, n: int, x: Any, known: Any = None) -> Any:
         b = self.f[n + 1].f(x, 2 * n + 1) if known is None else known
-        a = self.f[n].f(axpy(x, -self.h, b), 2 * n)
-        return scaled(0.5, axpy(a, 1, b))
+        a = self.f[n].f(self.combine(x, (-self.h, b)), 2 * n)
+        return self.combine(None, (0.5, a), (0.5, b))
 
     def linearize(self, n: int, x: Any, wrt_x: bool = True) -> tuple[Any, Any, StepPullback]:
         a, back_a = self.f[n].linearize(x, 2 * n, wrt_x)
-        b, back_b = self.f[n + 1].linearize(axpy(x, self.h, a), 2 * n + 1)
+        b, back_b = self.f[n + 1].linearize(self.combine(x, (self.h, a)), 2 * n + 1)
 
         def pullback(g: Any, add: Add) -> Any:
-            half = scaled(self.h / 2, g)
+            half = self.combine(None, (self.h / 2, g))
             gy, grads = back_b(half)
             add(self.f[n + 1], grads)
-            gx, grads = back_a(axpy(half, self.h, gy))
+            gx, grads = back_a(self.combine(half, (self.h, gy)))
             add(self.f[n], grads)
-            return axpy(axpy(g, 1, gy), 1, gx)
+            return self.combine(g, (1, gy), (1, gx))
 
-        return scaled(0.5, axpy(a, 1, b)), a, pullback
+        return self.combine(None, (0.5, a), (0.5, b)), a, pullback
 
     def shares(self, n: int) -> bool:
         return n > 0 and self.f[n].repeats(2 * n, 2 * n - 1)
@@ -282,7 +313,7 @@ def forward(scheme: Scheme, x: Any, keep_every: int = 0) -> tuple[Any, dict[int,
     for n in range(scheme.steps):
         if keep_every and n and n % keep_every == 0:
             kept[n] = x
-        x = axpy(x, scheme.h, scheme.slope(n, x))
+        x = scheme.combine(x, (scheme.h, scheme.slope(n, x)))
     return x, kept
 
 
@@ -303,15 +334,14 @@ def point(
     """p of step n, given the state x = x̃[n+1] and the newest evaluations of φ, newest first."""
     h = scheme.h
     if rule == "predicted" and history:
-        p = x
-        for c, slope in zip(EXTRAPOLATION[len(history)], history, strict=True):
-            p = axpy(p, -h * c, slope)
+        factors = (-h * c for c in EXTRAPOLATION[len(history)])
+        p = scheme.combine(x, *zip(factors, history, strict=True))
         corrections = order - len(history)
     else:
-        p = axpy(x, -h, scheme.reverse_slope(n, x, known))
+        p = scheme.combine(x, (-h, scheme.reverse_slope(n, x, known)))
         corrections = {"paper": 0, "refined": order - 1, "predicted": order}[rule]
     for _ in range(corrections):
-        p = axpy(x, -h, scheme.slope(n, p))
+        p = scheme.combine(x, (-h, scheme.slope(n, p)))
     return p
 
 
@@ -336,7 +366,7 @@ def adjoint(
         if rule == "paper":
             x, known = p, first if scheme.shares(n) else None
         else:
-            x = axpy(x, -scheme.h, slope)
+            x = scheme.combine(x, (-scheme.h, slope))
             if rule == "predicted":
                 history.appendleft(slope)
 
@@ -357,7 +387,7 @@ def exact(
             else:
                 slope, _, pullback = scheme.linearize(n, x, wrt_x or n > last)
                 pullbacks.append(pullback)
-            x = axpy(x, scheme.h, slope)
+            x = scheme.combine(x, (scheme.h, slope))
         while pullbacks:
             yield pullbacks.pop()
         end = begin
@@ -371,12 +401,18 @@ def reverse(pullbacks: Iterator[StepPullback], g: Any, add: Add) -> Any:
     return g
 
 
+def accumulate(before: Any, more: Any) -> Any:
+    """The sum of contributions to a gradient, not in less than float32. None is none yet."""
+    if before is None or more is None:
+        return more if before is None else before
+    if isinstance(before, Tensor):
+        before = before.to(torch.promote_types(before.dtype, torch.float32))
+    return before + more
+
+
 class Sums(dict[Block, tuple[Any, ...]]):
     """The parameter gradients of each block, summed over the steps that use it."""
 
     def add(self, block: Block, grads: tuple[Any, ...]) -> None:
-        before = self.get(block)
-        if before is not None:
-            pairs = zip(before, grads, strict=True)
-            grads = tuple(None if a is None else a + b for a, b in pairs)
-        self[block] = grads
+        before = self.get(block, (None,) * len(grads))
+        self[block] = tuple(map(accumulate, before, grads))

@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from . import reference
 from .autograd import undifferentiable
 from .options import Method
-from .problem import stream_dtype
 from .replay import (
     Call,
     PlainBlock,
@@ -94,11 +93,7 @@ class Gradients(list[Any]):
     """Sums, one per input of the Function."""
 
     def add(self, number: int, gradient: Tensor | None) -> None:
-        if gradient is not None:
-            before = self[number]
-            if before is not None:  # more than one contribution: not in less than float32
-                gradient = before.to(stream_dtype(gradient.dtype)) + gradient
-            self[number] = gradient
+        self[number] = reference.accumulate(self[number], gradient)
 
 
 # -------------------------------------------------------------------------------------- the passes
@@ -115,6 +110,7 @@ class Pass:
         x: State,
         call: Call,
         slots: dict[nn.Module, list[Slot]],
+        combine: reference.Combine,
     ) -> None:
         self.method, self.call = method, call
         self.kind = like(x, [None for _ in parts(x)])
@@ -125,7 +121,7 @@ class Pass:
                 distinct[module] = ReplayedBlock(n, module, call, around)
         self.blocks = [distinct[module] for module in modules]
         self.slots = {distinct[module]: places for module, places in slots.items()}
-        self.scheme = reference.SCHEMES[method.scheme](self.blocks, method.step)
+        self.scheme = reference.SCHEMES[method.scheme](self.blocks, method.step, combine)
         self.refuse_sharing_sharded_blocks()
 
     def refuse_sharing_sharded_blocks(self) -> None:
@@ -278,6 +274,15 @@ class ResidualFunction(torch.autograd.Function):
         return None, *gradients
 
 
+def arithmetic(backend: str) -> reference.Combine:
+    """What updates the states of a stage: Triton's kernel, one pass over memory, or PyTorch."""
+    if backend == "triton":
+        from .backends.triton import elementwise
+
+        return elementwise.combine
+    return reference.combine
+
+
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def run(
     modules: Sequence[nn.Module],
@@ -286,20 +291,25 @@ def run(
     kwargs: dict[str, Any],
     method: Method,
     stored: bool,
+    backend: str = "reference",
 ) -> Any:
-    """A stage whose blocks are ``modules``. ``stored``: plain autograd, nothing is replayed."""
+    """A stage whose blocks are ``modules``. ``stored``: plain autograd, nothing is replayed.
+    ``backend``: what updates the states, ``"triton"`` or ``"reference"``."""
     grad = torch.is_grad_enabled()
     # Not in inference mode: its tensors do not tell when a block works in place on them.
     with torch.inference_mode(False), torch.set_grad_enabled(grad):
         x = like(x, [t.clone() if t.is_inference() else t for t in parts(x)])
         call = Call(x, args, kwargs)
+        # Autograd differentiates PyTorch's additions, not a kernel.
+        combine = arithmetic("reference" if grad and stored else backend)
         if grad and not stored:
             parameters, slots = trainable(modules)
             tensors = (*parts(x), *call.tensors, *parameters)
             if any(t.requires_grad for t in tensors):
                 call.tensors = []
-                return ResidualFunction.apply(Pass(modules, method, x, call, slots), *tensors)
+                run = Pass(modules, method, x, call, slots, combine)
+                return ResidualFunction.apply(run, *tensors)
         blocks = [PlainBlock(n, module, call) for n, module in enumerate(modules)]
-        scheme = reference.SCHEMES[method.scheme](blocks, method.step)
+        scheme = reference.SCHEMES[method.scheme](blocks, method.step, combine)
         with call.filled(call.tensors):
             return call.given(reference.forward(scheme, in_stream(x))[0])

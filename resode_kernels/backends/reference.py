@@ -1,15 +1,52 @@
-"""The reference as a backend: plain PyTorch, for every device."""
+"""The reference as a backend: plain PyTorch, for every device. Its passes also run other blocks
+that are made for the reference's engine (``Kit``)."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from .. import reference
 from ..problem import PER_LAYER, Problem
+
+
+class Kit(NamedTuple):
+    """What the engine is to run: blocks, made as the reference's are, and the updates of states."""
+
+    mlp: Callable[..., reference.Block]
+    linear: Callable[..., reference.Block]
+    conv: Callable[..., reference.Block]
+    combine: reference.Combine
+    widens: bool
+    """Whether the blocks get their parameters in the dtype of the states, or as they are."""
+
+    def scheme(
+        self, problem: Problem, dtype: torch.dtype, statistics: Tensor | None = None
+    ) -> reference.Scheme:
+        """``dtype``: of the states."""
+
+        def given(p: Tensor | None) -> Any:
+            return p.to(dtype) if p is not None and self.widens else p
+
+        def block(n: int) -> reference.Block:
+            if problem.block == "conv":
+                layers = [[given(p) for p in layer] for layer in problem.layers_of(n)]
+                return self.conv(problem.activation, problem.epsilon, layers, statistics)
+            theta = [given(None if p is None else p[n]) for p in problem.parameters]
+            if problem.block == "linear":
+                return self.linear(*theta)
+            return self.mlp(problem.activation, *theta)
+
+        count = 1 if problem.tied else problem.blocks
+        blocks = [block(n) for n in range(count)] * (problem.blocks // count)
+        method = problem.method
+        return reference.SCHEMES[method.scheme](blocks, method.step, self.combine)
+
+
+PLAIN = Kit(reference.MLP, reference.Linear, reference.Conv, reference.combine, widens=True)
 
 
 def unavailable() -> None:
@@ -20,30 +57,16 @@ def refuses(device_type: str, dtype: torch.dtype) -> None:
     return None
 
 
-def _scheme(
-    problem: Problem, dtype: torch.dtype, statistics: Tensor | None = None
-) -> reference.Scheme:
-    def block(n: int) -> reference.Block:
-        if problem.block == "conv":
-            layers = [
-                [None if p is None else p.to(dtype) for p in layer]
-                for layer in problem.layers_of(n)
-            ]
-            return reference.Conv(problem.activation, problem.epsilon, layers, statistics)
-        theta: list[Any] = [None if p is None else p[n].to(dtype) for p in problem.parameters]
-        if problem.block == "linear":
-            return reference.Linear(*theta)
-        return reference.MLP(problem.activation, *theta)
-
-    blocks = (
-        [block(0)] * problem.blocks if problem.tied else [block(n) for n in range(problem.blocks)]
-    )
-    return reference.SCHEMES[problem.method.scheme](blocks, problem.method.step)
-
-
-def forward(problem: Problem, x: Tensor, y: Tensor, anchors: Tensor, statistics: Tensor) -> None:
+def forward(
+    problem: Problem,
+    x: Tensor,
+    y: Tensor,
+    anchors: Tensor,
+    statistics: Tensor,
+    kit: Kit = PLAIN,
+) -> None:
     with torch.autocast(x.device.type, enabled=False):
-        scheme = _scheme(problem, x.dtype, statistics)
+        scheme = kit.scheme(problem, x.dtype, statistics)
         result, kept = reference.forward(scheme, x, problem.method.keep_every)
     y.copy_(result)
     for anchor, state in zip(anchors, kept.values(), strict=True):
@@ -56,9 +79,10 @@ def reverse(
     anchors: Tensor,
     cotangent: Tensor,
     gradients: Sequence[Tensor | None],
+    kit: Kit = PLAIN,
 ) -> None:
     method = problem.method
-    scheme = _scheme(problem, start.dtype)
+    scheme = kit.scheme(problem, start.dtype)
     kept = {(i + 1) * method.keep_every: anchor for i, anchor in enumerate(anchors)}
     if method.rule == "exact":
         pullbacks = reference.exact(scheme, start, kept)

@@ -8,13 +8,23 @@ import triton.language as tl
 
 @triton.jit
 def tanh(z):
-    """An odd polynomial where 1 − 2/(exp(2|z|) + 1) would cancel (coefficients: Cephes, tanhf)."""
+    """An odd function where 1 − 2/(exp(2|z|) + 1) would cancel (coefficients: Cephes, tanh and
+    tanhf)."""
     s = z * z
-    q = -5.70498872745e-3
-    q = q * s + 2.06390887954e-2
-    q = q * s - 5.37397155531e-2
-    q = q * s + 1.33314422036e-1
-    q = q * s - 3.33332819422e-1
+    if z.dtype == tl.float64:
+        # No variable holds a constant alone: it would be rounded to float32.
+        q = -9.64399179425052238628e-1 * s - 9.92877231001918586564e1
+        q = q * s - 1.61468768441708447952e3
+        r = s + 1.12811678491632931402e2
+        r = r * s + 2.23548839060100448583e3
+        r = r * s + 4.84406305325125486048e3
+        q = q / r
+    else:
+        q = -5.70498872745e-3
+        q = q * s + 2.06390887954e-2
+        q = q * s - 5.37397155531e-2
+        q = q * s + 1.33314422036e-1
+        q = q * s - 3.33332819422e-1
     near = z + z * s * q
     a = tl.abs(z)
     far = 1 - 2 / (tl.exp(2 * a) + 1)

@@ -35,8 +35,16 @@ def int64(n):
 @triton.jit
 def operand(a, theta, S: tl.constexpr):
     """a, rounded to the dtype of the weights, in which products are made."""
-    a = a.to(theta[0].dtype.element_ty)
-    return a.to(tl.float32) if S.widen else a
+    dtype: tl.constexpr = theta[0].dtype.element_ty
+    if not S.widen:
+        return a.to(dtype)
+    elif (dtype == tl.bfloat16) & (a.dtype == tl.float32):
+        # To nearest even, as GPUs do; the interpreter's own conversion cuts the low bits off.
+        bits = a.to(tl.int32, bitcast=True)
+        bits += 0x7FFF + ((bits >> 16) & 1)
+        return (bits & -0x10000).to(tl.float32, bitcast=True)
+    else:
+        return a.to(dtype).to(tl.float32)
 
 
 @triton.jit

@@ -18,6 +18,8 @@ LAST_LEVEL_CACHE = {"gfx942": 256 << 20}
 class Device(NamedTuple):
     target: str
     """``"cuda:80"``, ``"hip:gfx942"``, …, or ``"interpreter"``."""
+    warp: int
+    """Threads that run in lockstep."""
     processors: int
     """Streaming multiprocessors, or compute units."""
     shared: int
@@ -31,7 +33,7 @@ class Device(NamedTuple):
         return self.target in ("cuda:90", "cuda:100", "cuda:103")
 
 
-INTERPRETER = Device("interpreter", processors=3, shared=1 << 20, cache=32 << 20)
+INTERPRETER = Device("interpreter", warp=32, processors=3, shared=1 << 20, cache=32 << 20)
 
 
 def device_of(tensor: Tensor) -> Device:
@@ -49,6 +51,7 @@ def _describe(device: torch.device) -> Device:
         cache = torch.cuda.get_device_properties(device).L2_cache_size
     return Device(
         f"{target.backend}:{target.arch}",
+        target.warp_size,
         properties["multiprocessor_count"],
         properties["max_shared_mem"],
         cache or 32 << 20,

@@ -6,13 +6,13 @@ from typing import NamedTuple
 
 
 class Tile(NamedTuple):
-    """How much of a problem a program holds at a time, and how many warps it has."""
+    """How much of a problem a program holds at a time, and how many threads it has."""
 
     rows: int
     """Of the state. A program's states and cotangents are [rows, width] in registers."""
     chunk: int
     """Of the hidden units of an MLP: so many rows of W1 and columns of W2 are on chip at a time."""
-    warps: int
+    threads: int
 
 
 class Form(NamedTuple):

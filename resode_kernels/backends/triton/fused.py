@@ -12,7 +12,7 @@ from ...problem import Problem
 from . import tuning
 from .device import device_of
 from .form import Form, Tile
-from .launch import on_device
+from .launch import launch
 from .plan import Plan, form_of, plan_of, weight_of
 from .stage import forward_kernel, reverse_kernel
 from .sums import Sums
@@ -61,8 +61,7 @@ def _seconds(problem: Problem, x: Tensor, tile: Tile, reverse_pass: bool) -> flo
 def forward(problem: Problem, plan: Plan, x: Tensor, y: Tensor, anchors: Tensor) -> None:
     method, result = problem.method, _buffer(y)
     keep_every = method.keep_every or method.steps
-    with on_device(x):
-        _walk(problem, plan, x.contiguous(), result, anchors, 0, method.steps, keep_every)
+    _walk(problem, plan, x.contiguous(), result, anchors, 0, method.steps, keep_every)
     if result is not y:
         y.copy_(result)
 
@@ -86,7 +85,8 @@ def _walk(
     end: int,
     keep_every: int,
 ) -> None:
-    forward_kernel[(-(-len(x) // plan.form.rows),)](
+    launch(
+        forward_kernel, (-(-len(x) // plan.form.rows),),
         x, y, anchors, _contiguous(problem.parameters),
         len(x), begin, end, keep_every, problem.method.step, plan.form,
         **plan.options,
@@ -170,18 +170,18 @@ def reverse(
     state, g = torch.empty_like(start), cotangent
     result = torch.empty_like(start) if grad_x is None else _buffer(grad_x)
     history = start.new_empty((method.order if method.rule == "predicted" else 0, *start.shape))
-    with on_device(start):
-        sums = Sums(problem, plan, grads)
-        for steps in launches(problem, plan, start, anchors):
-            places, first_block = sums.prepare(steps.begin, steps.end)
-            reverse_kernel[(plan.programs,)](
-                state if steps.start is None else steps.start, state, g, result,
-                history, steps.states, parameters, places,
-                len(start), steps.begin, steps.end, first_block, steps.states_begin,
-                method.step, steps.form, **plan.options,
-            )  # fmt: skip
-            sums.collect(steps.begin, steps.end)
-            g = result
-        sums.finish()
+    sums = Sums(problem, plan, grads)
+    for steps in launches(problem, plan, start, anchors):
+        places, first_block = sums.prepare(steps.begin, steps.end)
+        launch(
+            reverse_kernel, (plan.programs,),
+            state if steps.start is None else steps.start, state, g, result,
+            history, steps.states, parameters, places,
+            len(start), steps.begin, steps.end, first_block, steps.states_begin,
+            method.step, steps.form, **plan.options,
+        )  # fmt: skip
+        sums.collect(steps.begin, steps.end)
+        g = result
+    sums.finish()
     if grad_x is not None and result is not grad_x:
         grad_x.copy_(result)

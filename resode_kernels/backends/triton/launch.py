@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor
+
+from .device import Device
 
 
-def on_device(tensor: Tensor) -> AbstractContextManager[Any]:
-    """Kernels run on the current device: inside, that is the tensor's."""
-    return torch.cuda.device(tensor.device) if tensor.is_cuda else nullcontext()
+def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
+    """On the device of the first argument; by the interpreter also on the CPU. Multiply-adds are
+    fused, whatever Triton's default becomes."""
+    with torch.cuda.device_of(args[0]):
+        kernel[grid](*args, enable_fp_fusion=True, **options)
 
 
-# Options of every launch: multiply-adds are fused, whatever Triton's default becomes.
-OPTIONS: dict[str, Any] = {"enable_fp_fusion": True}
-
-
-def options(target: str, warps: int) -> dict[str, Any]:
-    """Of a launch that needs many registers. ptxas may have all there are for so many warps: left
-    to itself it sometimes spills in order to fit more programs on a multiprocessor."""
-    limit = {"maxnreg": min(255, 2048 // warps)} if target.startswith("cuda") else {}
-    return {**OPTIONS, "num_warps": warps, **limit}
+def all_registers(device: Device, threads: int) -> dict[str, Any]:
+    """Options of a launch that needs many registers: ptxas may use all there are for so many
+    threads. Left to itself it sometimes spills to fit more programs on a multiprocessor."""
+    limit = {"maxnreg": min(255, 65536 // threads)} if device.target.startswith("cuda") else {}
+    return {"num_warps": threads // device.warp, **limit}

@@ -13,7 +13,7 @@ from ...problem import Problem
 from . import interpreted
 from .device import Device
 from .form import Form, Tile
-from .launch import options
+from .launch import all_registers
 
 
 class Plan(NamedTuple):
@@ -76,4 +76,4 @@ def plan_of(problem: Problem, device: Device, rows: int, form: Form, tile: Tile)
     steps = problem.method.steps
     if not (form.tied or form.atomic):
         steps = max(1, min(steps, device.cache // 2 // (programs * of_block)))
-    return Plan(rows, form, options(device.target, tile.warps), programs, steps)
+    return Plan(rows, form, all_registers(device, tile.threads), programs, steps)

@@ -116,7 +116,7 @@ def reverse_kernel(
             x = tl.load(start + here + at, mask=inside, other=0.0)
             past = ()
             for i in tl.static_range(S.have):
-                past = past + (
+                past = past + (  # type: ignore[assignment]
                     tl.load(history + i * rows * S.dim + here + at, mask=inside, other=0.0),
                 )
             known = x

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ...problem import Problem
-from .launch import OPTIONS
+from .launch import launch
 from .plan import Plan
 from .stage import reduce_kernel
 
@@ -49,10 +49,9 @@ class Sums:
         for partial, total in zip(self.partial, self.totals, strict=True):
             if partial is not None and total is not None:
                 size = total[0].numel()
-                reduce_kernel[(-(-size // ELEMENTS), self._blocks(end - begin))](
-                    partial, total[0 if self.tied else begin :],
-                    self.programs, size, ELEMENTS, **OPTIONS,
-                )  # fmt: skip
+                places = total[0 if self.tied else begin :]
+                grid = (-(-size // ELEMENTS), self._blocks(end - begin))
+                launch(reduce_kernel, grid, partial, places, self.programs, size, ELEMENTS)
 
     def finish(self) -> None:
         for gradient, total in zip(self.gradients, self.totals, strict=True):

@@ -15,17 +15,19 @@ Tiles = dict[int, tuple[Tile, ...]]
 # Of the reverse kernel, by the width of the state. Five states and more must fit the registers of
 # a program, which ends at a width of 128.
 REVERSE: Tiles = {
-    16: (Tile(16, 16, 2), Tile(16, 16, 4)),
-    32: (Tile(16, 16, 4), Tile(32, 16, 4)),
-    64: (Tile(32, 32, 8), Tile(16, 32, 8), Tile(16, 16, 4)),
-    128: (Tile(16, 16, 8), Tile(16, 32, 8)),
+    16: (Tile(16, 16, 64), Tile(16, 16, 128)),
+    32: (Tile(16, 16, 128), Tile(32, 16, 128)),
+    64: (Tile(32, 32, 256), Tile(16, 32, 256), Tile(16, 16, 128)),
+    128: (Tile(16, 16, 256), Tile(16, 32, 256)),
 }
 # Where matrix instructions take 64 rows at least: wgmma, tcgen05.
-REVERSE_TALL: Tiles = {**REVERSE, 64: (Tile(64, 64, 8), *REVERSE[64])}
+REVERSE_TALL: Tiles = {**REVERSE, 64: (Tile(64, 64, 256), *REVERSE[64])}
 # Float32 products on NVIDIA's ordinary units hold their operands in registers, too.
 REVERSE_SCALAR: Tiles = {width: REVERSE[width] for width in (16, 32)}
 # The forward kernel holds two states.
-FORWARD: Tiles = {width: (Tile(64, 32, 4), Tile(32, 32, 4), Tile(128, 32, 8)) for width in REVERSE}
+FORWARD: Tiles = {
+    width: (Tile(64, 32, 128), Tile(32, 32, 128), Tile(128, 32, 256)) for width in REVERSE
+}
 
 
 def tiles_of(form: Form, device: Device, element: int, reverse: bool) -> tuple[Tile, ...]:

@@ -1,0 +1,120 @@
+"""Updates of states, and bias with activation, each in one pass over memory.
+
+    combine      x + Σ a_i y_i         reads every tensor once and writes one
+    activated    σ(z + b)              reads z, writes u
+    times_slope  d · σ′(z + b)         reads d and z, writes one
+
+Shapes: ``combine`` takes tensors of any one shape; the others take z and d as [rows, channels] or
+[images, channels, height, width] and b as [channels]. Arithmetic is in float32, of float64 tensors
+in float64; what is read and written may be narrower.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ... import reference
+from .activations import activate
+from .launch import launch
+from .rows import TILE, Rows, accumulator, dense, laid_out_like, locate
+
+MOST_TENSORS = 5
+
+
+@triton.jit
+def combine_kernel(
+    out, y0, y1, y2, y3, y4,
+    a0: tl.float64, a1: tl.float64, a2: tl.float64, a3: tl.float64, a4: tl.float64,
+    elements,
+    COUNT: tl.constexpr, BLOCK: tl.constexpr, ACCUMULATOR: tl.constexpr,
+):  # fmt: skip
+    """out = Σ a_i y_i over the first COUNT of the tensors, all laid out alike."""
+    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    mask = i < elements
+    # The factors come as float64, the only type that none of them is rounded in.
+    total = tl.full([], a0, ACCUMULATOR) * tl.load(y0 + i, mask=mask).to(ACCUMULATOR)
+    if COUNT > 1:
+        total += tl.full([], a1, ACCUMULATOR) * tl.load(y1 + i, mask=mask).to(ACCUMULATOR)
+    if COUNT > 2:
+        total += tl.full([], a2, ACCUMULATOR) * tl.load(y2 + i, mask=mask).to(ACCUMULATOR)
+    if COUNT > 3:
+        total += tl.full([], a3, ACCUMULATOR) * tl.load(y3 + i, mask=mask).to(ACCUMULATOR)
+    if COUNT > 4:
+        total += tl.full([], a4, ACCUMULATOR) * tl.load(y4 + i, mask=mask).to(ACCUMULATOR)
+    tl.store(out + i, total, mask=mask)
+
+
+@reference.on_states
+def combine(a: Sequence[float], y: Sequence[Tensor]) -> Tensor:
+    """``reference.combine`` in one pass, for up to five tensors that are dense and laid out alike.
+    PyTorch adds any others, and those that autograd has to see."""
+    out = torch.empty_like(y[0], dtype=functools.reduce(torch.promote_types, [t.dtype for t in y]))
+    count = len(y)
+    if (
+        count > MOST_TENSORS
+        or any(t.stride() != out.stride() or t.device != out.device for t in y)
+        or any(type(t) not in (Tensor, torch.nn.Parameter) for t in y)  # DTensor and the like
+        or (torch.is_grad_enabled() and any(t.requires_grad for t in y))
+    ):
+        sum_: Tensor = reference.combine(None, *zip(a, y, strict=True))
+        return sum_
+    unused = MOST_TENSORS - count
+    launch(
+        combine_kernel, (triton.cdiv(out.numel(), TILE),),
+        out, *y, *[out] * unused, *map(float, a), *[0.0] * unused, out.numel(),
+        COUNT=count, BLOCK=TILE, ACCUMULATOR=accumulator(out.dtype),
+    )  # fmt: skip
+    return out
+
+
+@triton.jit
+def activation_kernel(
+    out, z, bias, d,
+    positions, channels, group_stride, position_stride, channel_stride,
+    POSITIONS: tl.constexpr, CHANNELS: tl.constexpr,
+    ACTIVATION: tl.constexpr, ACCUMULATOR: tl.constexpr,
+):  # fmt: skip
+    """out = σ(z + b), or d · σ′(z + b) if there is a d."""
+    channel, offsets, mask, _ = locate(
+        tl.program_id(0), positions, channels, group_stride, position_stride, channel_stride,
+        POSITIONS, CHANNELS,
+    )  # fmt: skip
+    u = tl.load(z + offsets, mask=mask).to(ACCUMULATOR)
+    if bias is not None:
+        u += tl.load(bias + channel, mask=channel < channels).to(ACCUMULATOR)[None, :]
+    value, slope = activate(u, ACTIVATION)
+    if d is not None:
+        value = tl.load(d + offsets, mask=mask).to(ACCUMULATOR) * slope
+    tl.store(out + offsets, value, mask=mask)
+
+
+def activated(
+    z: Tensor, bias: Tensor | None, activation: str, dtype: torch.dtype | None = None
+) -> Tensor:
+    """σ(z + b), in z's dtype unless told."""
+    z = dense(z)
+    return _launch_activation(z, bias, None, activation, dtype or z.dtype)
+
+
+def times_slope(d: Tensor, z: Tensor, bias: Tensor | None, activation: str) -> Tensor:
+    """d · σ′(z + b), in the wider of the dtypes of d and z."""
+    z = dense(z)
+    dtype = torch.promote_types(d.dtype, z.dtype)
+    return _launch_activation(z, bias, laid_out_like(d, z), activation, dtype)
+
+
+def _launch_activation(
+    z: Tensor, bias: Tensor | None, d: Tensor | None, activation: str, dtype: torch.dtype
+) -> Tensor:
+    out, rows = torch.empty_like(z, dtype=dtype), Rows.of(z)
+    launch(
+        activation_kernel, rows.grid, out, z, bias, d, *rows.arguments,
+        ACTIVATION=activation, ACCUMULATOR=accumulator(z.dtype),
+    )  # fmt: skip
+    return out

@@ -1,0 +1,111 @@
+"""How the layer-wise kernels see a tensor.
+
+A tensor is a set of rows, [groups, positions, channels] with a stride for each, so that one kernel
+serves every layout:
+
+    [rows, channels]                  1 group, a row per position
+    channels-last [n, c, h, w]        1 group, n·h·w positions, neighbouring channels adjoin
+    contiguous [n, c, h, w]           n groups, h·w positions, neighbouring positions adjoin
+
+A program takes tiles of positions × channels of one group. Addresses are 64 bits wide.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+# Elements of a tile: 8 for each of the 128 threads of a program (4 warps, Triton's default), which
+# is one load of 16 bytes in half precision and two in float32.
+TILE = 1024
+# Neighbouring channels in a tile of a channels-last tensor: 128 bytes at least, a memory line.
+CHANNELS = 64
+
+
+def accumulator(dtype: torch.dtype) -> tl.dtype:
+    """What arithmetic on tensors of a dtype is done in: float32 at least."""
+    return tl.float64 if dtype == torch.float64 else tl.float32
+
+
+def dense(t: Tensor) -> Tensor:
+    """t, copied unless it is contiguous or, with four dimensions, channels-last."""
+    if t.dim() == 4 and t.is_contiguous(memory_format=torch.channels_last):
+        return t
+    return t.contiguous()
+
+
+def laid_out_like(t: Tensor, other: Tensor) -> Tensor:
+    """t, copied unless its elements are where those of a dense tensor are."""
+    return t if t.stride() == other.stride() else torch.empty_like(other, dtype=t.dtype).copy_(t)
+
+
+class Rows(NamedTuple):
+    """A dense tensor as the kernels see it."""
+
+    groups: int
+    positions: int
+    channels: int
+    strides: tuple[int, int, int]
+
+    @staticmethod
+    def of(t: Tensor) -> Rows:
+        if t.dim() == 2:
+            return Rows(1, t.shape[0], t.shape[1], (0, t.shape[1], 1))
+        images, channels, height, width = t.shape
+        positions = height * width
+        if t.is_contiguous():
+            return Rows(images, positions, channels, (channels * positions, 1, positions))
+        return Rows(1, images * positions, channels, (0, channels, 1))
+
+    @property
+    def tile(self) -> tuple[int, int]:
+        """Positions and channels of a tile."""
+        if self.strides[1] == 1:  # neighbouring positions adjoin
+            positions = min(TILE, triton.next_power_of_2(self.positions))
+            return positions, min(TILE // positions, triton.next_power_of_2(self.channels))
+        channels = min(CHANNELS, TILE, triton.next_power_of_2(self.channels))
+        return min(TILE // channels, triton.next_power_of_2(self.positions)), channels
+
+    @property
+    def grid(self) -> tuple[int, int]:
+        """How many tiles: over groups and positions, and over channels."""
+        positions, channels = self.tile
+        return (
+            self.groups * triton.cdiv(self.positions, positions),
+            triton.cdiv(self.channels, channels),
+        )
+
+    @property
+    def arguments(self) -> tuple[Any, ...]:
+        """As ``locate`` takes them."""
+        return self.positions, self.channels, *self.strides, *self.tile
+
+
+@triton.jit
+def locate(
+    tile,
+    positions,
+    channels,
+    group_stride,
+    position_stride,
+    channel_stride,
+    POSITIONS: tl.constexpr,
+    CHANNELS: tl.constexpr,
+):
+    """Of a tile, numbered over groups and positions, in the program's block of channels: its
+    channels [CHANNELS], offsets and mask [POSITIONS, CHANNELS], and how many positions it has."""
+    per_group = tl.cdiv(positions, POSITIONS)
+    first = (tile % per_group) * POSITIONS
+    position = (first + tl.arange(0, POSITIONS)).to(tl.int64)
+    channel = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
+    offsets = (
+        (tile // per_group).to(tl.int64) * group_stride
+        + position[:, None] * position_stride
+        + channel.to(tl.int64)[None, :] * channel_stride
+    )
+    mask = (position < positions)[:, None] & (channel < channels)[None, :]
+    return channel, offsets, mask, tl.minimum(positions - first, POSITIONS)
