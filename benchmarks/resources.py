@@ -46,18 +46,31 @@ def resources(launch: Launch) -> Resources:
         spill_loads=loads,
         stack=stack,
         shared=launch.shared,
-        occupancy=occupancy(launch.target, registers, launch.shared, launch.num_warps),
+        occupancy=occupancy(
+            launch.target,
+            launch.num_warps,
+            registers,
+            launch.shared,
+            getattr(launch.compiled.metadata, "tmem_size", None) or 0,
+        ),
         tensor_core=frozenset(TENSOR_CORE.findall(code)),
     )
 
 
-def occupancy(target: Target, registers: int, shared: int, num_warps: int) -> float:
+def occupancy(
+    target: Target, num_warps: int, registers: int, shared: int = 0, tensor_memory: int = 0
+) -> float:
     """Warps of as many whole blocks as fit, over the warps of a multiprocessor."""
     granted = -(-registers // target.register_step) * target.register_step
-    by_registers = 4 * (target.registers // granted) // num_warps
-    by_shared = target.shared_per_multiprocessor // max(1, shared + target.shared_reserved)
-    blocks = min(by_registers, by_shared, target.warps // num_warps, target.blocks)
-    return blocks * num_warps / target.warps
+    limits = [
+        target.blocks,
+        target.warps // num_warps,
+        4 * (target.registers // granted) // num_warps,
+        target.shared_per_multiprocessor // max(1, shared + target.shared_reserved),
+    ]
+    if tensor_memory:
+        limits.append(target.tensor_memory // tensor_memory)
+    return min(limits) * num_warps / target.warps
 
 
 def _nvidia(kernel: CompiledKernel) -> tuple[int, int, int, int, str]:

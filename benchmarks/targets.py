@@ -29,10 +29,11 @@ class Target:
     register_step: int  # a warp is given a multiple of this many registers per lane
     warps: int
     blocks: int
+    tensor_memory: int = 0  # columns
 
     @property
     def nvidia(self) -> bool:
-        return self.gpu.backend == "cuda"
+        return bool(self.gpu.backend == "cuda")
 
 
 def _nvidia(
@@ -50,6 +51,7 @@ def _nvidia(
         register_step=8,
         warps=warps,
         blocks=blocks,
+        tensor_memory=512 if capability == 100 else 0,
     )
 
 
