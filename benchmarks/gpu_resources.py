@@ -35,6 +35,7 @@ class Row:
     dtype: str
     tile_rows: int | None
     tile_columns: int | None
+    chunk: int | None
     warps: int
     target: str
     registers: int
@@ -53,10 +54,10 @@ class Result:
     failures: list[str]
 
 
-def tile(launch: Launch, side: str) -> int | None:
-    """The rows or columns of the tile, as a constexpr argument of the kernel has them."""
-    sizes = [getattr(value, side, None) for value in launch.constants.values()]
-    return next((size for size in sizes if isinstance(size, int)), None)
+def size(launch: Launch, name: str) -> int | None:
+    """The field of the kernel's form, if it has one: a constexpr argument that is a NamedTuple."""
+    forms = [value for value in launch.constants.values() if hasattr(value, "_fields")]
+    return next((getattr(form, name) for form in forms if name in form._fields), None)
 
 
 def row(case: Case, launch: Launch) -> Row:
@@ -65,8 +66,9 @@ def row(case: Case, launch: Launch) -> Row:
         kernel=launch.kernel,
         case=case.name,
         dtype=case.dtype,
-        tile_rows=tile(launch, "rows"),
-        tile_columns=tile(launch, "columns"),
+        tile_rows=size(launch, "rows"),
+        tile_columns=size(launch, "width"),
+        chunk=size(launch, "chunk"),
         warps=launch.num_warps,
         target=launch.target.name,
         registers=taken.registers,

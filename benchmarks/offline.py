@@ -72,7 +72,10 @@ class _Utils:
         self.target = target
 
     def get_device_properties(self, device: int) -> dict[str, int]:
-        return {"max_shared_mem": self.target.shared_per_block}
+        return {
+            "max_shared_mem": self.target.shared_per_block,
+            "multiprocessor_count": self.target.multiprocessors,
+        }
 
     def load_binary(
         self, name: str, binary: bytes, shared: int, device: int

@@ -1,7 +1,7 @@
 """What a compiled kernel takes of a multiprocessor: registers, spills, shared memory, occupancy.
 
-NVIDIA: ptxas translates the kernel's PTX once more, with the options that Triton gave it, and
-reports; the binary must come out the same. AMD: everything is in the assembly.
+NVIDIA: the binary does not tell what was spilled, and Triton keeps no report of ptxas. So it calls
+ptxas once more on the kernel's PTX, for the report. AMD: everything is in the assembly.
 """
 
 from __future__ import annotations
@@ -78,9 +78,7 @@ def _nvidia(kernel: CompiledKernel) -> tuple[int, int, int, int, str]:
     options = backend.parse_options(kernel.metadata._asdict())
     with knobs.nvidia.scope(), contextlib.redirect_stdout(io.StringIO()) as log:
         knobs.nvidia.dump_ptxas_log = True
-        binary = backend.make_cubin(kernel.asm["ptx"], {}, options, kernel.metadata.target.arch)
-    if binary != kernel.asm["cubin"]:
-        raise RuntimeError(f"{kernel.name}: ptxas did not give the same binary again.")
+        backend.make_cubin(kernel.asm["ptx"], {}, options, kernel.metadata.target.arch)
     report = log.getvalue()
     (registers,) = _numbers(r"Used (\d+) registers", report)
     stack, stores, loads = _numbers(

@@ -29,6 +29,7 @@ class Target:
     register_step: int  # a warp is given a multiple of this many registers per lane
     warps: int
     blocks: int
+    multiprocessors: int
     tensor_memory: int = 0  # columns
 
     @property
@@ -37,7 +38,13 @@ class Target:
 
 
 def _nvidia(
-    capability: int, product: str, per_block: int, per_sm: int, warps: int, blocks: int
+    capability: int,
+    product: str,
+    multiprocessors: int,
+    per_block: int,
+    per_sm: int,
+    warps: int = 64,
+    blocks: int = 32,
 ) -> Target:
     return Target(
         name=f"sm_{capability}",
@@ -51,6 +58,7 @@ def _nvidia(
         register_step=8,
         warps=warps,
         blocks=blocks,
+        multiprocessors=multiprocessors,
         tensor_memory=512 if capability == 100 else 0,
     )
 
@@ -58,10 +66,10 @@ def _nvidia(
 TARGETS = {
     target.name: target
     for target in (
-        _nvidia(80, "A100", 163, 164, 64, 32),
-        _nvidia(90, "H100", 227, 228, 64, 32),
-        _nvidia(100, "B200", 227, 228, 64, 32),
-        _nvidia(120, "RTX PRO 6000 Blackwell", 99, 100, 48, 24),
+        _nvidia(80, "A100", 108, 163, 164),
+        _nvidia(90, "H100", 132, 227, 228),
+        _nvidia(100, "B200", 148, 227, 228),
+        _nvidia(120, "RTX PRO 6000 Blackwell", 188, 99, 100, warps=48, blocks=24),
         Target(
             name="gfx942",
             product="MI300X",
@@ -74,6 +82,7 @@ TARGETS = {
             register_step=8,
             warps=32,
             blocks=32,
+            multiprocessors=304,
         ),
     )
 }
