@@ -55,11 +55,11 @@ def train(block: str, dtype: str, dim: int, hidden: int, options: dict[str, Any]
     torch.set_float32_matmul_precision(precision)
     how = How(**options)
     blocks = how.blocks(DEPTH)
-    shapes = {
+    shapes: dict[str, list[tuple[int, ...]]] = {
         "mlp": [(hidden, dim), (hidden,), (dim, hidden), (dim,)],
         "linear": [(dim, dim)],
-    }[block]
-    parameters = tuple(torch.zeros(blocks, *shape, dtype=storage) for shape in shapes)
+    }
+    parameters = tuple(torch.zeros(blocks, *shape, dtype=storage) for shape in shapes[block])
     activation = "tanh" if block == "mlp" else "identity"
     problem = Problem(block, activation, parameters, how.method(DEPTH))
     y, anchors, _ = ops.forward(torch.zeros(ROWS, dim), problem, "triton")
