@@ -1,0 +1,164 @@
+"""Registers, spills, shared memory and occupancy of the Triton kernels on GPUs that need not be
+there.
+
+    python benchmarks/gpu_resources.py [--targets sm_90 gfx942 …]
+
+Every case of gpu_cases.py is compiled for every target by the code that would launch it there; one
+line per kernel is printed and written to gpu_resources.csv. Fails if a kernel does not compile,
+spills registers or needs more shared memory than a block may have.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import multiprocessing
+from collections.abc import Iterable
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from gpu_cases import Case, cases
+from offline import Launch, offline
+from resources import resources
+from targets import TARGETS
+from tqdm import tqdm
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the table: a kernel of a case on a target."""
+
+    kernel: str
+    case: str
+    dtype: str
+    tile_rows: int | None
+    tile_columns: int | None
+    chunk: int | None
+    warps: int
+    target: str
+    registers: int
+    spill_bytes: int
+    shared_bytes: int
+    shared_limit: int
+    occupancy: float
+    tensor_core: str
+
+
+@dataclass(frozen=True)
+class Result:
+    """The kernels of a case on a target, up to the one that failed."""
+
+    rows: list[Row]
+    failures: list[str]
+
+
+def size(launch: Launch, name: str) -> int | None:
+    """The field of the kernel's form, if it has one: a constexpr argument that is a NamedTuple."""
+    forms = [value for value in launch.constants.values() if hasattr(value, "_fields")]
+    return next((getattr(form, name) for form in forms if name in form._fields), None)
+
+
+def row(case: Case, launch: Launch) -> Row:
+    taken = resources(launch)
+    return Row(
+        kernel=launch.kernel,
+        case=case.name,
+        dtype=case.dtype,
+        tile_rows=size(launch, "rows"),
+        tile_columns=size(launch, "width"),
+        chunk=size(launch, "chunk"),
+        warps=launch.num_warps,
+        target=launch.target.name,
+        registers=taken.registers,
+        spill_bytes=taken.spills,
+        shared_bytes=taken.shared,
+        shared_limit=launch.target.shared_per_block,
+        occupancy=round(taken.occupancy, 3),
+        tensor_core=" ".join(sorted(taken.tensor_core)),
+    )
+
+
+def measure(case: Case, target: str) -> Result:
+    """A kernel is measured once, however often it is launched."""
+    where = f"{case.name}, {case.dtype}, {target}"
+    failures = []
+    with offline(target) as launches:
+        try:
+            case.run()
+        except Exception as error:  # a compiler may raise anything; the other cases go on
+            failures.append(f"{where}: {type(error).__name__}: {error}")
+    kernels = {launch.compiled.hash: launch for launch in launches}
+    rows = [row(case, launch) for launch in kernels.values()]
+    failures += [f"{where}: {r.kernel} spills {r.spill_bytes} bytes" for r in rows if r.spill_bytes]
+    if not launches and not failures:
+        failures.append(f"{where}: no kernel was launched")
+    return Result(rows, failures)
+
+
+def measure_all(of: Iterable[Case], targets: Iterable[str], workers: int) -> Result:
+    """All cases on all targets, in the order given."""
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(workers, mp_context=context) as pool:
+        tasks = [pool.submit(measure, case, target) for case in of for target in targets]
+        for _ in tqdm(as_completed(tasks), total=len(tasks), unit="case", leave=False):
+            pass
+        results = [task.result() for task in tasks]
+    return Result(
+        [row for result in results for row in result.rows],
+        [failure for result in results for failure in result.failures],
+    )
+
+
+# ---------------------------------------------------------------------------------------- output
+
+
+def cell(value: Any) -> str:
+    if value is None:
+        return ""
+    return f"{value:.0%}" if isinstance(value, float) else str(value)
+
+
+def table(rows: list[Row]) -> str:
+    names = [field.name for field in fields(Row)]
+    lines = [[name.replace("_", " ") for name in names]]
+    lines += [[cell(value) for value in asdict(row).values()] for row in rows]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return "\n".join(
+        "  ".join(text.ljust(width) for text, width in zip(line, widths, strict=True)).rstrip()
+        for line in lines
+    )
+
+
+def write(rows: list[Row], path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, [field.name for field in fields(Row)])
+        writer.writeheader()
+        writer.writerows(asdict(row) for row in rows)
+    print(f"\nWrote {path}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--targets", nargs="+", choices=list(TARGETS), default=list(TARGETS))
+    parser.add_argument("--workers", type=int, default=2, help="processes that compile")
+    parser.add_argument(
+        "--output",
+        type=Path,
+        default=Path(__file__).parent / "results" / "gpu_resources.csv",
+    )
+    args = parser.parse_args()
+
+    result = measure_all(cases(), args.targets, args.workers)
+    print(table(result.rows))
+    write(result.rows, args.output)
+    if result.failures:
+        raise SystemExit("\n".join(["", *result.failures]))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,88 @@
+"""The GPUs that kernels are compiled for without having them, and the limits of one multiprocessor.
+
+NVIDIA: CUDA C++ Programming Guide, technical specifications per compute capability. AMD: CDNA 3
+instruction set architecture; a multiprocessor is a compute unit and a warp a wavefront.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from triton.backends.compiler import GPUTarget
+
+KIB = 1024
+
+
+@dataclass(frozen=True)
+class Target:
+    """A GPU as Triton's compiler names it and the resources that the blocks running on one of its
+    multiprocessors share."""
+
+    name: str
+    product: str
+    gpu: GPUTarget
+    device: int  # the number under which Triton keeps this target's kernels; no real GPU has it
+    shared_per_block: int  # bytes, with the opt-in that Triton makes
+    shared_per_multiprocessor: int
+    shared_reserved: int  # taken by the system from every block
+    registers: int  # of 32 bits in one of the four partitions, per lane of a warp
+    register_step: int  # a warp is given a multiple of this many registers per lane
+    warps: int
+    blocks: int
+    multiprocessors: int
+    tensor_memory: int = 0  # columns
+
+    @property
+    def nvidia(self) -> bool:
+        return bool(self.gpu.backend == "cuda")
+
+
+def _nvidia(
+    capability: int,
+    product: str,
+    multiprocessors: int,
+    per_block: int,
+    per_sm: int,
+    warps: int = 64,
+    blocks: int = 32,
+) -> Target:
+    return Target(
+        name=f"sm_{capability}",
+        product=product,
+        gpu=GPUTarget("cuda", capability, 32),
+        device=1000 + capability,
+        shared_per_block=per_block * KIB,
+        shared_per_multiprocessor=per_sm * KIB,
+        shared_reserved=1 * KIB,
+        registers=512,
+        register_step=8,
+        warps=warps,
+        blocks=blocks,
+        multiprocessors=multiprocessors,
+        tensor_memory=512 if capability == 100 else 0,
+    )
+
+
+TARGETS = {
+    target.name: target
+    for target in (
+        _nvidia(80, "A100", 108, 163, 164),
+        _nvidia(90, "H100", 132, 227, 228),
+        _nvidia(100, "B200", 148, 227, 228),
+        _nvidia(120, "RTX PRO 6000 Blackwell", 188, 99, 100, warps=48, blocks=24),
+        Target(
+            name="gfx942",
+            product="MI300X",
+            gpu=GPUTarget("hip", "gfx942", 64),
+            device=1942,
+            shared_per_block=64 * KIB,
+            shared_per_multiprocessor=64 * KIB,
+            shared_reserved=0,
+            registers=512,
+            register_step=8,
+            warps=32,
+            blocks=32,
+            multiprocessors=304,
+        ),
+    )
+}
