@@ -1,8 +1,9 @@
-"""What the Triton backend is compiled for: training steps of stages, as the package runs them."""
+"""What the Triton backend is compiled for: passes of stages, as the package runs them, in the
+default tiles and in every other that it may be tuned to."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -10,10 +11,13 @@ from typing import Any
 import torch
 
 from resode_kernels import ops
+from resode_kernels.backends.triton import tiles
+from resode_kernels.backends.triton.form import Tile
 from resode_kernels.options import How
 from resode_kernels.problem import Problem
 
 ROWS, DEPTH = 1024, 8
+WIDTHS = (16, 32, 64, 128)
 # How the products are computed: the dtype of the parameters and torch's setting for float32.
 PRECISIONS = {
     "float16": (torch.float16, "highest"),
@@ -21,6 +25,17 @@ PRECISIONS = {
     "tf32": (torch.float32, "high"),
     "float32": (torch.float32, "highest"),
 }
+# Every activation, scheme, rule and kind of weights is in one of them.
+VARIANTS: dict[str, dict[str, Any]] = {
+    "relu, heun, refined 2": {"activation": "relu", "scheme": "heun", "order": 2},
+    "silu, heun, predicted 3": {
+        "activation": "silu", "scheme": "heun", "reverse": "predicted", "order": 3,
+    },
+    "gelu, predicted 2": {"activation": "gelu", "reverse": "predicted"},
+    "tied, heun, paper": {"tied": True, "scheme": "heun", "reverse": "paper"},
+    "tied, paper, odd": {"tied": True, "reverse": "paper", "dim": 37, "hidden": 51, "bias": False},
+    "stored": {"backward": "stored"},
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -30,38 +45,96 @@ class Case:
     name: str
     dtype: str
     run: Callable[[], None]
-
-
-# name, block, dim, hidden, options of the stage
-STAGES: list[tuple[str, str, int, int, dict[str, Any]]] = [
-    ("mlp 64", "mlp", 64, 64, {}),
-    ("mlp 64, heun", "mlp", 64, 64, {"scheme": "heun", "reverse": "predicted"}),
-    ("mlp 128", "mlp", 128, 128, {}),
-    ("linear 64", "linear", 64, 64, {}),
-]
+    default: bool = True
+    """Whether users get these kernels without tuning: then they must not spill."""
 
 
 def cases() -> list[Case]:
-    return [
-        Case(name, dtype, partial(train, block, dtype, dim, hidden, options))
-        for dtype in PRECISIONS
-        for name, block, dim, hidden, options in STAGES
-    ]
+    return [*_stages(), *_variants(), *_other_tiles(), *_layerwise()]
 
 
-def train(block: str, dtype: str, dim: int, hidden: int, options: dict[str, Any]) -> None:
+def _stages() -> Iterator[Case]:
+    for dtype in PRECISIONS:
+        for width in WIDTHS:
+            yield Case(f"mlp {width}", dtype, partial(train, dtype, dim=width, hidden=2 * width))
+        yield Case("linear 64", dtype, partial(train, dtype, block="linear"))
+
+
+def _variants() -> Iterator[Case]:
+    for i, (name, options) in enumerate(VARIANTS.items()):
+        for dtype in ("bfloat16", "tf32") if i < 2 else ("bfloat16",):
+            yield Case(f"mlp 64, {name}", dtype, partial(train, dtype, **options))
+    yield Case("linear 64, heun", "tf32", partial(train, "tf32", block="linear", scheme="heun"))
+    yield Case("mlp 32, heun", "float32", partial(train, "float32", dim=32, scheme="heun"))
+
+
+def _other_tiles() -> Iterator[Case]:
+    for width in WIDTHS:
+        for reverse, table in ((False, tiles.FORWARD), (True, tiles.REVERSE)):
+            for tile in table[width][1:]:
+                name = f"mlp {width}, {'reverse' if reverse else 'forward'} {tuple(tile)}"
+                run = partial(train_in_tile, tile, reverse, "bfloat16", dim=width, hidden=width)
+                yield Case(name, "bfloat16", run, default=False)
+
+
+def _layerwise() -> Iterator[Case]:
+    for dtype in ("bfloat16", "float32"):
+        yield Case("mlp 512, layer-wise", dtype, partial(train, dtype, dim=512, hidden=512))
+        for order in (torch.contiguous_format, torch.channels_last):
+            name = f"conv, {str(order).removeprefix('torch.')}"
+            yield Case(name, dtype, partial(train_conv, dtype, order))
+
+
+def train(
+    dtype: str,
+    *,
+    block: str = "mlp",
+    dim: int = 64,
+    hidden: int = 64,
+    activation: str = "tanh",
+    bias: bool = True,
+    tied: bool = False,
+    **options: Any,
+) -> None:
     """Forward pass and reverse pass of a stage with all its gradients."""
     storage, precision = PRECISIONS[dtype]
     torch.set_float32_matmul_precision(precision)
     how = How(**options)
-    blocks = how.blocks(DEPTH)
-    shapes: dict[str, list[tuple[int, ...]]] = {
-        "mlp": [(hidden, dim), (hidden,), (dim, hidden), (dim,)],
-        "linear": [(dim, dim)],
-    }
-    parameters = tuple(torch.zeros(blocks, *shape, dtype=storage) for shape in shapes[block])
-    activation = "tanh" if block == "mlp" else "identity"
+    blocks = 1 if tied else how.blocks(DEPTH)
+
+    def parameter(*shape: int, wanted: bool = True) -> torch.Tensor | None:
+        return torch.zeros(blocks, *shape, dtype=storage) if wanted else None
+
+    if block == "mlp":
+        b1, b2 = parameter(hidden, wanted=bias), parameter(dim, wanted=bias)
+        parameters = (parameter(hidden, dim), b1, parameter(dim, hidden), b2)
+    else:
+        parameters, activation = (parameter(dim, dim),), "identity"
     problem = Problem(block, activation, parameters, how.method(DEPTH))
-    y, anchors, _ = ops.forward(torch.zeros(ROWS, dim), problem, "triton")
-    needs = [True] * (1 + len(parameters))
+    train_problem(problem, torch.zeros(ROWS, dim))
+
+
+def train_in_tile(tile: Tile, reverse: bool, dtype: str, **sizes: int) -> None:
+    table = tiles.REVERSE if reverse else tiles.FORWARD
+    before = dict(table)
+    table.update({width: (tile,) for width in table})
+    try:
+        train(dtype, **sizes)
+    finally:
+        table.update(before)
+
+
+def train_conv(dtype: str, order: torch.memory_format) -> None:
+    """By ``predicted``, whose history takes updates of every kind."""
+    storage, _ = PRECISIONS[dtype]
+    layer = [torch.zeros(16, 16, 3, 3), torch.zeros(16), torch.zeros(16)]
+    parameters = [None if t is None else t.to(storage) for t in (*layer, None, None)]
+    method = How(reverse="predicted", order=3).method(DEPTH)
+    problem = Problem("conv", "relu", tuple(2 * DEPTH * parameters), method, 2, 1e-5)
+    train_problem(problem, torch.zeros(4, 16, 8, 8).to(memory_format=order))
+
+
+def train_problem(problem: Problem, x: torch.Tensor) -> None:
+    y, anchors, _ = ops.forward(x, problem, "triton")
+    needs = [True, *(p is not None for p in problem.parameters)]
     ops.reverse(y, anchors, torch.zeros_like(y), needs, problem, "triton")

@@ -5,7 +5,7 @@ there.
 
 Every case of gpu_cases.py is compiled for every target by the code that would launch it there; one
 line per kernel is printed and written to gpu_resources.csv. Fails if a kernel does not compile,
-spills registers or needs more shared memory than a block may have.
+needs more shared memory than a block may have or, in its default tile, spills registers.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ class Row:
     kernel: str
     case: str
     dtype: str
+    default: bool
     tile_rows: int | None
     tile_columns: int | None
     chunk: int | None
@@ -66,6 +67,7 @@ def row(case: Case, launch: Launch) -> Row:
         kernel=launch.kernel,
         case=case.name,
         dtype=case.dtype,
+        default=case.default,
         tile_rows=size(launch, "rows"),
         tile_columns=size(launch, "width"),
         chunk=size(launch, "chunk"),
@@ -91,7 +93,10 @@ def measure(case: Case, target: str) -> Result:
             failures.append(f"{where}: {type(error).__name__}: {error}")
     kernels = {launch.compiled.hash: launch for launch in launches}
     rows = [row(case, launch) for launch in kernels.values()]
-    failures += [f"{where}: {r.kernel} spills {r.spill_bytes} bytes" for r in rows if r.spill_bytes]
+    if case.default:
+        failures += [
+            f"{where}: {r.kernel} spills {r.spill_bytes} bytes" for r in rows if r.spill_bytes
+        ]
     if not launches and not failures:
         failures.append(f"{where}: no kernel was launched")
     return Result(rows, failures)

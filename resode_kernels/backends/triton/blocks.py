@@ -48,6 +48,14 @@ def operand(a, theta, S: tl.constexpr):
 
 
 @triton.jit
+def zeros(S: tl.constexpr):
+    """A state, or the beginning of a sum of that shape."""
+    ROWS: tl.constexpr = S.rows
+    WIDTH: tl.constexpr = S.width
+    return tl.zeros((ROWS, WIDTH), tl.float32)
+
+
+@triton.jit
 def product(a, b, S: tl.constexpr):
     return tl.dot(a, b, input_precision=S.precision)
 
@@ -83,7 +91,7 @@ def mlp_chunk(theta, n, c, S: tl.constexpr):
     inside = (d[:, None] < S.dim) & (j[None, :] < left)
     W2 = load(w2 + n * (S.dim * S.hidden) + c, d[:, None] * S.hidden + j[None, :], inside, EVEN)
     if b1 is None:
-        B1 = tl.zeros((1, S.chunk), tl.float32)
+        B1 = tl.zeros((1, 1), tl.float32)
     else:
         at = j[None, :]
         B1 = load(b1 + n * S.hidden + c, at, at < left, S.hidden % S.chunk == 0).to(tl.float32)
@@ -92,14 +100,13 @@ def mlp_chunk(theta, n, c, S: tl.constexpr):
 
 @triton.jit
 def mlp_bias(theta, n, S: tl.constexpr):
-    """b2 as the beginning of a sum [rows, width]."""
-    zero = tl.zeros((S.rows, S.width), tl.float32)
+    """b2, for every row."""
     if theta[3] is None:
-        return zero
+        return zeros(S)
     else:
         d = tl.arange(0, S.width)[None, :]
         b2 = load(theta[3] + n * S.dim, d, d < S.dim, S.dim == S.width)
-        return zero + b2.to(tl.float32)
+        return zeros(S) + b2.to(tl.float32)
 
 
 @triton.jit
@@ -121,7 +128,7 @@ def mlp_vjp(p, g, theta, sums, n, slot, S: tl.constexpr, VALUE: tl.constexpr):
     if t2 is not None:
         add_to(t2 + slot * S.dim, d, tl.sum(g, 0), d < S.dim, S)
     value = mlp_bias(theta, n, S)
-    gx = tl.zeros((S.rows, S.width), tl.float32)
+    gx = zeros(S)
     p = operand(p, theta, S)
     g = operand(g, theta, S)
     for c in tl.range(0, S.hidden, S.chunk, disable_licm=True):
@@ -168,7 +175,7 @@ def linear_vjp(p, g, theta, sums, n, slot, S: tl.constexpr, VALUE: tl.constexpr)
     p = operand(p, theta, S)
     g = operand(g, theta, S)
     weight = linear_weight(theta, n, S)
-    value = product(p, tl.trans(weight), S) if VALUE else tl.zeros((S.rows, S.width), tl.float32)
+    value = product(p, tl.trans(weight), S) if VALUE else zeros(S)
     gx = product(g, weight, S)
     if sums[0] is not None:
         d = tl.arange(0, S.width)

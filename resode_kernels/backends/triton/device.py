@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
 from . import interpreted
@@ -27,11 +28,6 @@ class Device(NamedTuple):
     cache: int
     """Bytes of the last cache before DRAM."""
 
-    @property
-    def tensor_cores_of_64_rows(self) -> bool:
-        """Whether matrix instructions (wgmma, tcgen05) take 64 rows at least."""
-        return self.target in ("cuda:90", "cuda:100", "cuda:103")
-
 
 INTERPRETER = Device("interpreter", warp=32, processors=3, shared=1 << 20, cache=32 << 20)
 
@@ -39,12 +35,12 @@ INTERPRETER = Device("interpreter", warp=32, processors=3, shared=1 << 20, cache
 def device_of(tensor: Tensor) -> Device:
     if interpreted():
         return INTERPRETER
-    return _describe(tensor.device)
+    with torch.cuda.device_of(tensor):
+        return _describe(tensor.device, driver.active.get_current_target())
 
 
 @functools.cache
-def _describe(device: torch.device) -> Device:
-    target = driver.active.get_current_target()
+def _describe(device: torch.device, target: GPUTarget) -> Device:
     properties = driver.active.utils.get_device_properties(driver.active.get_current_device())
     cache = LAST_LEVEL_CACHE.get(str(target.arch).split(":")[0])
     if cache is None and device.type == "cuda":
