@@ -15,7 +15,9 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 from collections.abc import Sequence
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 
 import torch
@@ -26,15 +28,20 @@ from ...problem import Problem
 OLDEST = (3, 6)
 
 
+def installed() -> str:
+    """Triton's version."""
+    for name in ("triton", "pytorch-triton-rocm", "triton-rocm", "triton-windows"):
+        with suppress(PackageNotFoundError):
+            return version(name)
+    return "of unknown version"
+
+
 def unavailable() -> str | None:
     if importlib.util.find_spec("triton") is None:
         return "Triton is not installed; `pip install triton` (on Linux)"
-    try:
-        installed = version("triton")
-    except PackageNotFoundError:  # a build of its own, such as ROCm's
-        return None
-    if tuple(int(part) for part in installed.split(".")[:2]) < OLDEST:
-        return f"Triton {installed} is too old; it takes {OLDEST[0]}.{OLDEST[1]} or later"
+    number = re.match(r"(\d+)\.(\d+)", installed())
+    if number and (int(number[1]), int(number[2])) < OLDEST:
+        return f"Triton {installed()} is too old; it takes {OLDEST[0]}.{OLDEST[1]} or later"
     return None
 
 
