@@ -101,6 +101,7 @@ def test_torch_operations_read_their_arguments_and_write_their_results() -> None
         x.add_(row)
         torch.add(x, x)
         torch.zeros(8, 16)
+        x.fill_(1)
         x + row.expand(8, 16)
         torch.mm(x, x.t())
     assert [(one.name, one.loads, one.stores) for one in launches] == [
@@ -109,6 +110,7 @@ def test_torch_operations_read_their_arguments_and_write_their_results() -> None
         ("add_", n + 64, n),
         ("add", n, n),
         ("zeros", 0, n),
+        ("fill_", 0, n),
         ("add", n + 64, n),
         ("mm", n, 8 * 8 * 4),
     ]
