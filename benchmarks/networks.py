@@ -97,7 +97,7 @@ class Network:
     def training_steps(self) -> dict[str, Callable[[], None]]:
         depth = self.config.depth
         steps = {
-            STANDARD: lambda: self._train(lambda x: self._steps(0, depth, x)),
+            STANDARD: lambda: self._train(lambda x: self.steps(0, depth, x)),
             PER_BLOCK: lambda: self._train(lambda x: self._checkpointed(1, x)),
             CHECKPOINT: lambda: self._train(
                 lambda x: self._checkpointed(math.ceil(math.sqrt(depth)), x)
@@ -128,10 +128,11 @@ class Network:
     def _checkpointed(self, length: int, x: Tensor) -> Tensor:
         for begin in range(0, self.config.depth, length):
             end = min(begin + length, self.config.depth)
-            x = checkpoint(self._steps, begin, end, x, use_reentrant=False)
+            x = checkpoint(self.steps, begin, end, x, use_reentrant=False)
         return x
 
-    def _steps(self, begin: int, end: int, x: Tensor) -> Tensor:
+    def steps(self, begin: int, end: int, x: Tensor) -> Tensor:
+        """The plain loop, from x[begin] = x to x[end]."""
         h = 1 / self.config.depth
         for n in range(begin, end):
             a = self.f(n, x)
@@ -332,9 +333,7 @@ class ConvNetwork(ModuleNetwork):
         depth = self.config.depth
         return {
             **super().training_steps(),
-            CHANNELS_LAST: lambda: self._train(
-                lambda x: self._steps(0, depth, x), *self.batch_last
-            ),
+            CHANNELS_LAST: lambda: self._train(lambda x: self.steps(0, depth, x), *self.batch_last),
         }
 
     def f(self, n: int, x: Tensor) -> Tensor:
