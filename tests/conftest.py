@@ -8,6 +8,9 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+if not torch.cuda.is_available():  # before anything imports triton
+    os.environ["TRITON_INTERPRET"] = "1"
+
 from resode_kernels.backends import cpp
 
 INSTRUCTION_SETS = cpp._C.supported() if cpp.unavailable() is None else []

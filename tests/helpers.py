@@ -52,6 +52,18 @@ def make_stage(
     return rk.MLPStage(dim, hidden, depth, block, bias, **options)
 
 
+def make_conv_stage(
+    block: str, activation: str, channels: int, depth: int = 4, **options: Any
+) -> rk.ConvStage:
+    """With normalizations that differ from one another, in training mode."""
+    stage = rk.ConvStage(channels, depth, block, activation=activation, **options)
+    for module in stage.modules():
+        if isinstance(module, torch.nn.BatchNorm2d):
+            for tensor in (module.weight, module.bias, module.running_mean):
+                torch.nn.init.normal_(tensor, float(tensor is module.weight), 0.2)
+    return stage
+
+
 def gradients(stage: rk.Stage, x: Tensor, g: Tensor) -> list[Tensor]:
     """The output and the gradients of x and of every parameter."""
     x = x.detach().requires_grad_()
@@ -297,3 +309,44 @@ def long_gradients(stage: rk.Stage, x: Tensor, g: Tensor) -> list[np.ndarray]:
         if p is not None
     ]
     return [y, grad_x, *stacked_gradients]
+
+
+# ----------------------------------------------------------------------------------- the rule
+
+Run = Callable[[rk.Stage, Tensor, Tensor], list[Tensor]]
+
+
+def by(backend: str) -> Run:
+    """``gradients`` by a backend."""
+    return lambda stage, x, g: gradients(stage.configure(backend=backend), x, g)
+
+
+CPP, PYTORCH = by("cpp"), by("reference")
+
+
+def assert_as_accurate_as_pytorch(
+    stage: rk.Stage,
+    x: Tensor,
+    g: Tensor,
+    kernel: Run = CPP,
+    pytorch: Run = PYTORCH,
+) -> None:
+    """The rule for what ``gradients`` returns, by the kernels and by plain PyTorch."""
+    exact = long_gradients(stage, x, g)
+    results = [kernel(stage, x, g), pytorch(stage, x, g)]
+    dtypes = [t.dtype for t in results[0]]
+    assert dtypes == [t.dtype for t in results[1]]
+    values = (by_kind(stage, result) for result in (*results, exact))
+    labels = ["y", "grad_x", *kinds(stage)]
+    for label, dtype, k, p, e in zip(labels, dtypes, *values, strict=False):
+        factor = 2 if label in ("y", "grad_x") else 3
+        assert_error(k, p, e, dtype, factor, label)
+
+
+def assert_error(
+    kernel: Any, pytorch: Any, exact: Any, dtype: torch.dtype, factor: float = 2, label: str = ""
+) -> None:
+    """A kernel's error is at most ``factor`` × PyTorch's. Neither can be expected to be better than
+    a rounding of the result."""
+    allowed = max(factor * relative_error(pytorch, exact), torch.finfo(dtype).eps / 2)
+    assert relative_error(kernel, exact) <= allowed, label

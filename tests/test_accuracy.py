@@ -13,10 +13,9 @@ from helpers import (
     LONG_ACTIVATIONS,
     RULES,
     NearKink,
-    by_kind,
+    assert_as_accurate_as_pytorch,
     gradients,
-    kinds,
-    long_gradients,
+    make_conv_stage,
     make_stage,
     name,
     relative_error,
@@ -29,21 +28,6 @@ pytestmark = pytest.mark.needs_cpp
 DTYPES = [torch.float32, torch.float64]
 # rows, dim, hidden: sizes of every kind, below, at and above the kernels' tiles
 SHAPES = [(37, 19, 45), (64, 32, 16)]
-
-
-def assert_as_accurate_as_pytorch(stage: rk.Stage, x: torch.Tensor, g: torch.Tensor) -> None:
-    exact = long_gradients(stage, x, g)
-    kernel = gradients(stage.configure(backend="cpp"), x, g)
-    pytorch = gradients(stage.configure(backend="reference"), x, g)
-    dtypes = [t.dtype for t in kernel]
-    assert dtypes == [t.dtype for t in pytorch]
-    labels = ["y", "grad_x", *kinds(stage)]
-    results = (by_kind(stage, values) for values in (kernel, pytorch, exact))
-    for label, dtype, k, p, e in zip(labels, dtypes, *results, strict=False):
-        factor = 2 if label in ("y", "grad_x") else 3
-        # No result can be expected to be better than its own rounding.
-        allowed = max(factor * relative_error(p, e), torch.finfo(dtype).eps / 2)
-        assert relative_error(k, e) <= allowed, label
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -62,16 +46,6 @@ def test_kernels_are_as_accurate_as_pytorch(
         stage = make_stage(block, dim, hidden, 5, dtype=dtype, scheme=scheme, **options)
         x, g = torch.randn(2, rows, dim, dtype=dtype)
         assert_as_accurate_as_pytorch(stage, x, g)
-
-
-def make_conv_stage(block: str, activation: str, channels: int, **options: Any) -> rk.ConvStage:
-    """With normalizations that differ from one another, in training mode."""
-    stage = rk.ConvStage(channels, 4, block, activation=activation, **options)
-    for module in stage.modules():
-        if isinstance(module, torch.nn.BatchNorm2d):
-            for tensor in (module.weight, module.bias, module.running_mean):
-                torch.nn.init.normal_(tensor, float(tensor is module.weight), 0.2)
-    return stage
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
