@@ -187,26 +187,36 @@ def test_combine_leaves_to_pytorch_what_it_cannot_do(count_launches: list[Any]) 
     assert not count_launches
 
 
-def test_every_update_is_one_call() -> None:
-    """Of the engine: however many terms it has."""
+@pytest.mark.parametrize(
+    ("scheme", "rule", "order", "calls", "most_terms"),
+    [
+        ("euler", "refined", 1, 1 + 4, 1),
+        ("euler", "predicted", 3, 1 + 4, 3),
+        ("heun", "refined", 1, 3 + 9, 2),
+        ("heun", "predicted", 3, 3 + 7, 3),
+    ],
+)
+def test_every_update_is_one_call(
+    scheme: str, rule: str, order: int, calls: int, most_terms: int
+) -> None:
+    """Of the engine, however many terms it has: so many per step, forward and back."""
 
-    def most_terms(scheme: str, rule: str, order: int) -> int:
+    def terms_of_calls(depth: int) -> list[int]:
         counts = []
 
         def combine(x: Any, *terms: Any) -> Any:
             counts.append(len(terms))
             return reference.combine(x, *terms)
 
-        blocks = [reference.Linear(torch.randn(3, 3)) for _ in range(6)]
+        blocks = [reference.Linear(torch.randn(3, 3)) for _ in range(depth)]
         solver = reference.SCHEMES[scheme](blocks, 0.1, combine)
         y, _ = reference.forward(solver, torch.randn(2, 3))
         pullbacks = reference.adjoint(rule, order, solver, y, {})
         reference.reverse(pullbacks, torch.randn(2, 3), reference.Sums().add)
-        return max(counts)
+        return counts
 
-    assert most_terms("euler", "refined", 2) == 1
-    assert most_terms("heun", "refined", 2) == 2
-    assert most_terms("heun", "predicted", 3) == 3
+    assert len(terms_of_calls(8)) - len(terms_of_calls(7)) == calls
+    assert max(terms_of_calls(8)) == most_terms
 
 
 # ---------------------------------------------------------------------------------- activations
