@@ -4,9 +4,7 @@ Without a GPU they are run by Triton's interpreter."""
 from __future__ import annotations
 
 import functools
-import sys
 from collections.abc import Callable, Iterator, Sequence
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -20,6 +18,7 @@ from helpers import (
     Run,
     assert_as_accurate_as_pytorch,
     assert_error,
+    gradients,
     long,
     make_conv_stage,
     make_stage,
@@ -42,6 +41,7 @@ from resode_kernels.backends.triton import (  # noqa: E402
     launch,
     layerwise,
     normalization,
+    rows,
 )
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -77,8 +77,8 @@ def rounding(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that a few numbers are many tiles, and more tiles than a reduction has programs."""
-    monkeypatch.setattr(launch, "TILE", 32)
-    monkeypatch.setattr(launch, "CHANNELS", 4)
+    monkeypatch.setattr(rows, "TILE", 32)
+    monkeypatch.setattr(rows, "CHANNELS", 4)
     monkeypatch.setattr(normalization, "PROGRAMS", 5)
 
 
@@ -187,26 +187,36 @@ def test_combine_leaves_to_pytorch_what_it_cannot_do(count_launches: list[Any]) 
     assert not count_launches
 
 
-def test_every_update_is_one_call() -> None:
-    """Of the engine: however many terms it has."""
+@pytest.mark.parametrize(
+    ("scheme", "rule", "order", "calls", "most_terms"),
+    [
+        ("euler", "refined", 1, 1 + 4, 1),
+        ("euler", "predicted", 3, 1 + 4, 3),
+        ("heun", "refined", 1, 3 + 9, 2),
+        ("heun", "predicted", 3, 3 + 7, 3),
+    ],
+)
+def test_every_update_is_one_call(
+    scheme: str, rule: str, order: int, calls: int, most_terms: int
+) -> None:
+    """Of the engine, however many terms it has: so many per step, forward and back."""
 
-    def most_terms(scheme: str, rule: str, order: int) -> int:
+    def terms_of_calls(depth: int) -> list[int]:
         counts = []
 
         def combine(x: Any, *terms: Any) -> Any:
             counts.append(len(terms))
             return reference.combine(x, *terms)
 
-        blocks = [reference.Linear(torch.randn(3, 3)) for _ in range(6)]
+        blocks = [reference.Linear(torch.randn(3, 3)) for _ in range(depth)]
         solver = reference.SCHEMES[scheme](blocks, 0.1, combine)
         y, _ = reference.forward(solver, torch.randn(2, 3))
         pullbacks = reference.adjoint(rule, order, solver, y, {})
         reference.reverse(pullbacks, torch.randn(2, 3), reference.Sums().add)
-        return max(counts)
+        return counts
 
-    assert most_terms("euler", "refined", 2) == 1
-    assert most_terms("heun", "refined", 2) == 2
-    assert most_terms("heun", "predicted", 3) == 3
+    assert len(terms_of_calls(8)) - len(terms_of_calls(7)) == calls
+    assert max(terms_of_calls(8)) == most_terms
 
 
 # ---------------------------------------------------------------------------------- activations
@@ -721,17 +731,22 @@ def test_stages_of_half_precision_modules(count_launches: list[Any]) -> None:
     assert count_launches
 
 
-def test_who_updates_the_states(monkeypatch: pytest.MonkeyPatch) -> None:
-    on_cpu, on_gpu = torch.zeros(1, device="cpu"), SimpleNamespace(is_cuda=True)
-    arithmetic: Callable[[Any, str], Any] = residual.arithmetic
-    assert arithmetic(on_cpu, "auto") is reference.combine
-    assert arithmetic((on_gpu, on_cpu), "auto") is reference.combine
-    assert arithmetic(on_gpu, "auto") is elementwise.combine
-    assert arithmetic(on_gpu, "reference") is reference.combine
-    assert arithmetic(on_cpu, "triton") is elementwise.combine
-    package = "resode_kernels.backends.triton"
-    monkeypatch.delattr(sys.modules[package], "elementwise")
-    monkeypatch.setitem(sys.modules, f"{package}.elementwise", None)  # as if it had no triton
-    assert arithmetic(on_gpu, "auto") is reference.combine
-    with pytest.raises(ImportError):
-        arithmetic(on_cpu, "triton")
+@pytest.mark.parametrize("backward", ["adjoint", "stored"])
+def test_who_updates_the_states_of_modules(backward: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton's kernel where the backend is Triton, but what autograd records is PyTorch's own."""
+    calls = []
+    combine = elementwise.combine
+    monkeypatch.setattr(
+        elementwise, "combine", lambda *terms: calls.append(terms) or combine(*terms)
+    )
+    modules = [nn.Linear(3, 3) for _ in range(2)]
+    x, g = torch.randn(2, 4, 3)
+    results = []
+    for backend in ("auto", "triton"):
+        made = rk.ResidualStage(modules, backward=backward, backend=backend)
+        results.append(gradients(made, x, g))
+        assert bool(calls) == (backend == "triton" and backward == "adjoint")
+    torch.testing.assert_close(*results)
+    with torch.no_grad():
+        made(x)
+    assert calls

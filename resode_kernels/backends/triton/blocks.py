@@ -66,13 +66,14 @@ def load(pointer, at, inside, EVEN: tl.constexpr):
 
 
 @triton.jit
-def add_to(pointer, at, value, inside, S: tl.constexpr):
-    """Adds to a gradient. Only this program writes there, unless the form says ``atomic``."""
+def add_to(pointer, at, value, inside, before, S: tl.constexpr):
+    """Adds to a gradient. Only this program writes there, unless the form says ``atomic``; if it
+    has not done so ``before``, there is nothing yet to add to."""
     if S.atomic:
         tl.atomic_add(pointer + at, value, mask=inside, sem="relaxed")
     else:
-        before = tl.load(pointer + at, mask=inside, other=0.0)
-        tl.store(pointer + at, before + value, mask=inside)
+        value += tl.load(pointer + at, mask=inside & (before > 0), other=0.0)
+        tl.store(pointer + at, value, mask=inside)
 
 
 # --------------------------------------------------------------------------------------------- mlp
@@ -121,12 +122,12 @@ def mlp(x, theta, n, S: tl.constexpr):
 
 
 @triton.jit
-def mlp_vjp(p, g, theta, sums, n, slot, S: tl.constexpr, VALUE: tl.constexpr):
+def mlp_vjp(p, g, theta, sums, n, slot, before, S: tl.constexpr, VALUE: tl.constexpr):
     s1, t1, s2, t2 = sums
     d = tl.arange(0, S.width)
     j = tl.arange(0, S.chunk)
     if t2 is not None:
-        add_to(t2 + slot * S.dim, d, tl.sum(g, 0), d < S.dim, S)
+        add_to(t2 + slot * S.dim, d, tl.sum(g, 0), d < S.dim, before, S)
     value = mlp_bias(theta, n, S)
     gx = zeros(S)
     p = operand(p, theta, S)
@@ -141,15 +142,17 @@ def mlp_vjp(p, g, theta, sums, n, slot, S: tl.constexpr, VALUE: tl.constexpr):
             value += product(u, tl.trans(W2), S)
         if s2 is not None:
             at = d[None, :] * S.hidden + j[:, None]
-            add_to(s2 + slot * (S.dim * S.hidden) + c, at, product(tl.trans(u), g, S), inside, S)
+            gradient = product(tl.trans(u), g, S)
+            add_to(s2 + slot * (S.dim * S.hidden) + c, at, gradient, inside, before, S)
         dz = product(g, W2, S) * slope
         if t1 is not None:
-            add_to(t1 + slot * S.hidden + c, j, tl.sum(dz, 0), j < left, S)
+            add_to(t1 + slot * S.hidden + c, j, tl.sum(dz, 0), j < left, before, S)
         dz = operand(dz, theta, S)
         gx += product(dz, W1, S)
         if s1 is not None:
             at = j[:, None] * S.dim + d[None, :]
-            add_to(s1 + (slot * S.hidden + c) * S.dim, at, product(tl.trans(dz), p, S), inside, S)
+            gradient = product(tl.trans(dz), p, S)
+            add_to(s1 + (slot * S.hidden + c) * S.dim, at, gradient, inside, before, S)
     return value, gx
 
 
@@ -171,7 +174,7 @@ def linear(x, theta, n, S: tl.constexpr):
 
 
 @triton.jit
-def linear_vjp(p, g, theta, sums, n, slot, S: tl.constexpr, VALUE: tl.constexpr):
+def linear_vjp(p, g, theta, sums, n, slot, before, S: tl.constexpr, VALUE: tl.constexpr):
     p = operand(p, theta, S)
     g = operand(g, theta, S)
     weight = linear_weight(theta, n, S)
@@ -181,7 +184,8 @@ def linear_vjp(p, g, theta, sums, n, slot, S: tl.constexpr, VALUE: tl.constexpr)
         d = tl.arange(0, S.width)
         inside = (d[:, None] < S.dim) & (d[None, :] < S.dim)
         at = d[:, None] * S.dim + d[None, :]
-        add_to(sums[0] + slot * (S.dim * S.dim), at, product(tl.trans(g), p, S), inside, S)
+        gradient = product(tl.trans(g), p, S)
+        add_to(sums[0] + slot * (S.dim * S.dim), at, gradient, inside, before, S)
     return value, gx
 
 
@@ -196,14 +200,17 @@ def f(x, theta, n, S: tl.constexpr):
 
 
 @triton.jit
-def vjp(p, g, theta, sums, n, slots, S: tl.constexpr, VALUE: tl.constexpr = True):
-    """f_n(p) (unless not VALUE) and ∂_x f_n(p)ᵀ g; adds ∂_θ f_n(p)ᵀ g to the block's sums, which
-    are those of ``slots``: the first block with a slot, the number of groups, and the own group."""
+def vjp(p, g, theta, sums, n, slots, before, S: tl.constexpr, VALUE: tl.constexpr = True):
+    """f_n(p) (unless not VALUE) and ∂_x f_n(p)ᵀ g; adds ∂_θ f_n(p)ᵀ g to the block's sums.
+
+    slots   the first block that has a slot for them, the number of groups, and the own group
+    before  more than 0 if there are sums already
+    """
     begin, groups, group = slots
     n = int64(0 if S.tied else n)
     slot = (n - begin) * groups + group
     if S.block == "mlp":
-        value, gx = mlp_vjp(p, g, theta, sums, n, slot, S, VALUE)
+        value, gx = mlp_vjp(p, g, theta, sums, n, slot, before, S, VALUE)
     else:
-        value, gx = linear_vjp(p, g, theta, sums, n, slot, S, VALUE)
+        value, gx = linear_vjp(p, g, theta, sums, n, slot, before, S, VALUE)
     return value, gx

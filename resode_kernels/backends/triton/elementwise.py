@@ -6,7 +6,7 @@
 
 Shapes: ``combine`` takes tensors of any one shape; the others take z and d as [rows, channels] or
 [images, channels, height, width] and b as [channels]. Arithmetic is in float32, of float64 tensors
-in float64; what is read and written may be narrower.
+in float64; what is read may be narrower, and what ``activated`` and ``times_slope`` write.
 """
 
 from __future__ import annotations
@@ -53,17 +53,18 @@ def combine_kernel(
 @reference.on_states
 def combine(a: Sequence[float], y: Sequence[Tensor]) -> Tensor:
     """``reference.combine`` in one pass, for up to five tensors that are dense and laid out alike.
-    PyTorch adds any others, and those that autograd has to see."""
-    out = torch.empty_like(y[0], dtype=functools.reduce(torch.promote_types, [t.dtype for t in y]))
-    count = len(y)
+    PyTorch adds any others, and those that autograd has to see. As states are, the result is in
+    float32 at least."""
+    dtype = functools.reduce(torch.promote_types, [t.dtype for t in y], torch.float32)
+    out, count = torch.empty_like(y[0], dtype=dtype), len(y)
     if (
         count > MOST_TENSORS
         or any(t.stride() != out.stride() or t.device != out.device for t in y)
         or any(type(t) not in (Tensor, torch.nn.Parameter) for t in y)  # DTensor and the like
         or (torch.is_grad_enabled() and any(t.requires_grad for t in y))
     ):
-        sum_: Tensor = reference.combine(None, *zip(a, y, strict=True))
-        return sum_
+        wide: Tensor = reference.combine(None, *zip(a, (y[0].to(dtype), *y[1:]), strict=True))
+        return wide
     unused = MOST_TENSORS - count
     launch(
         combine_kernel, (triton.cdiv(out.numel(), TILE),),

@@ -13,7 +13,8 @@ u, a and g are computed again from z wherever they are needed: only z is kept be
 Sums over a channel have two stages and no atomics, so that a run repeats bit by bit. A fixed number
 of programs each go through their tiles in order; their partial results are then joined in order.
 Those of the variance are (count, mean, Σ (z − mean)²), joined by Chan's formula: Σ z² − m μ² would
-cancel where the mean is large. Arithmetic is in float32, of float64 tensors in float64.
+cancel where the mean is large. For the same reason they are taken of z − z₀ with a value z₀ of the
+channel, its first. Arithmetic is in float32, of float64 tensors in float64.
 """
 
 from __future__ import annotations
@@ -63,8 +64,13 @@ def partial_statistics_kernel(
     positions, channels, group_stride, position_stride, channel_stride,
     POSITIONS: tl.constexpr, CHANNELS: tl.constexpr, ACCUMULATOR: tl.constexpr,
 ):  # fmt: skip
-    """partials [3, channels, programs]: count, mean and Σ (z − mean)² of each program's tiles."""
+    """partials [3, channels, programs]: count, mean and Σ (z − mean)² of z − z₀ in each program's
+    tiles."""
     program, programs = tl.program_id(0), tl.num_programs(0)
+    channel = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
+    inside = channel < channels
+    at = z + channel.to(tl.int64) * channel_stride
+    first = tl.load(at, mask=inside, other=0).to(ACCUMULATOR)[None, :]
     count = tl.zeros([], ACCUMULATOR)
     mean = tl.zeros([CHANNELS], ACCUMULATOR)
     squares = tl.zeros([CHANNELS], ACCUMULATOR)
@@ -75,6 +81,7 @@ def partial_statistics_kernel(
         )  # fmt: skip
         more = more.to(ACCUMULATOR)
         value = tl.load(z + offsets, mask=mask, other=0).to(ACCUMULATOR)
+        value = tl.where(mask, value - first, 0)
         tile_mean = tl.sum(value, 0) / more
         deviation = tl.where(mask, value - tile_mean[None, :], 0)
         delta = tile_mean - mean
@@ -83,18 +90,18 @@ def partial_statistics_kernel(
         )
         count += more
         mean += delta * (more / count)
-    channel = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
     out = partials + channel.to(tl.int64) * programs + program
     part = programs.to(tl.int64) * channels
-    inside = channel < channels
     tl.store(out, tl.zeros([CHANNELS], ACCUMULATOR) + count, mask=inside)
     tl.store(out + part, mean, mask=inside)
     tl.store(out + 2 * part, squares, mask=inside)
 
 
 @triton.jit
-def join_statistics_kernel(mean, variance, partials, programs, BLOCK: tl.constexpr):
-    """A channel's mean and variance from its partial results, in one go."""
+def join_statistics_kernel(
+    mean, variance, partials, z, programs, channel_stride, BLOCK: tl.constexpr
+):
+    """A channel's mean and variance from its partial results, all at once."""
     channel, program = tl.program_id(0), tl.arange(0, BLOCK)
     inside = program < programs
     at = partials + channel.to(tl.int64) * programs + program
@@ -105,7 +112,8 @@ def join_statistics_kernel(mean, variance, partials, programs, BLOCK: tl.constex
     total = tl.sum(count, 0)
     joined = tl.sum(count * means, 0) / total
     deviation = means - joined
-    tl.store(mean + channel, joined)
+    first = tl.load(z + channel.to(tl.int64) * channel_stride).to(joined.dtype)
+    tl.store(mean + channel, first + joined)
     tl.store(variance + channel, tl.sum(squares + count * deviation * deviation, 0) / total)
 
 
@@ -121,8 +129,8 @@ def statistics(z: Tensor) -> tuple[Tensor, Tensor]:
     )  # fmt: skip
     mean, variance = _accumulators(z, 2, rows.channels)
     launch(
-        join_statistics_kernel, (rows.channels,), mean, variance, partials, programs,
-        BLOCK=triton.next_power_of_2(programs),
+        join_statistics_kernel, (rows.channels,), mean, variance, partials, z, programs,
+        rows.strides[2], BLOCK=triton.next_power_of_2(programs),
     )  # fmt: skip
     return mean, variance
 

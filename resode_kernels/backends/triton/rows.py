@@ -57,9 +57,9 @@ class Rows(NamedTuple):
             return Rows(1, t.shape[0], t.shape[1], (0, t.shape[1], 1))
         images, channels, height, width = t.shape
         positions = height * width
-        if t.is_contiguous():
-            return Rows(images, positions, channels, (channels * positions, 1, positions))
-        return Rows(1, images * positions, channels, (0, channels, 1))
+        if t.is_contiguous(memory_format=torch.channels_last):
+            return Rows(1, images * positions, channels, (0, channels, 1))
+        return Rows(images, positions, channels, (channels * positions, 1, positions))
 
     @property
     def tile(self) -> tuple[int, int]:

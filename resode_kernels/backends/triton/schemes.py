@@ -38,14 +38,17 @@ def reverse_slope(x, known, theta, n, h, S: tl.constexpr):
 
 
 @triton.jit
-def step_vjp(p, g, theta, sums, n, slots, h, S: tl.constexpr):
+def step_vjp(p, g, theta, sums, n, slots, tiles, steps, h, S: tl.constexpr):
     """φ_n(p), f_n(p) and the cotangent of x[n], given that of x[n+1]. Without a use for it the
-    value is not computed."""
+    value is not computed. So many tiles and so many steps of this one have been made before; block
+    n has sums if the weights are tied and a step was made, block n + 1 if any step was."""
     if S.scheme == "heun":
         a = f(p, theta, n, S)
-        b, gy = vjp(p + h * a, (0.5 * h) * g, theta, sums, n + 1, slots, S, S.moves)
-        _, gx = vjp(p, (0.5 * h) * g + h * gy, theta, sums, n, slots, S, False)
+        half = (0.5 * h) * g
+        b, gy = vjp(p + h * a, half, theta, sums, n + 1, slots, tiles + steps, S, S.moves)
+        _, gx = vjp(p, half + h * gy, theta, sums, n, slots, tiles + S.tied, S, False)
         return 0.5 * (a + b), a, g + gy + gx
     else:
-        a, gx = vjp(p, h * g, theta, sums, n, slots, S, S.moves or S.shares)
+        before = tiles + steps if S.tied else tiles
+        a, gx = vjp(p, h * g, theta, sums, n, slots, before, S, S.moves or S.shares)
         return a, a, g + gx

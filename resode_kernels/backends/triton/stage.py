@@ -71,9 +71,9 @@ def point(x, history, known, theta, n, h, S: tl.constexpr):
 
 
 @triton.jit
-def reverse_step(x, g, history, known, theta, sums, n, slots, h, S: tl.constexpr):
+def reverse_step(x, g, history, known, theta, sums, n, slots, tiles, steps, h, S: tl.constexpr):
     p = point(x, history, known, theta, n, h, S)
-    value, first, g = step_vjp(p, g, theta, sums, n, slots, h, S)
+    value, first, g = step_vjp(p, g, theta, sums, n, slots, tiles, steps, h, S)
     if S.moves:
         x -= h * value
     else:
@@ -102,6 +102,7 @@ def reverse_kernel(
     slots = (first_block, tl.num_programs(0) if not S.atomic else 1, group if not S.atomic else 0)
     for tile in tl.range(group, tl.cdiv(rows, S.rows), tl.num_programs(0), disable_licm=True):
         here, at, inside = tile_of(tile, rows, S)
+        tiles = int64(tile - group)  # more than 0 but for the first one
         g = tl.load(cotangent + here + at, mask=inside, other=0.0)
         if S.exact:
             for i in tl.range(0, end - begin, disable_licm=True):
@@ -111,7 +112,7 @@ def reverse_kernel(
                 else:
                     kept = (n - states_begin - 1) * rows * S.dim
                     p = tl.load(states + kept + here + at, mask=inside, other=0.0)
-                _, _, g = step_vjp(p, g, theta, sums, n, slots, h, S)
+                _, _, g = step_vjp(p, g, theta, sums, n, slots, tiles, i, h, S)
         else:
             x = tl.load(start + here + at, mask=inside, other=0.0)
             past = ()
@@ -124,12 +125,12 @@ def reverse_kernel(
                 known = first_known(x, theta, end - 1, S)
             if S.have < S.keep:  # the history grows: a launch for this step alone
                 x, g, past, known = reverse_step(
-                    x, g, past, known, theta, sums, end - 1, slots, h, S
+                    x, g, past, known, theta, sums, end - 1, slots, tiles, 0, h, S
                 )
             else:
                 for i in tl.range(0, end - begin, disable_licm=True):
                     x, g, past, known = reverse_step(
-                        x, g, past, known, theta, sums, end - 1 - i, slots, h, S
+                        x, g, past, known, theta, sums, end - 1 - i, slots, tiles, i, h, S
                     )
             for i in tl.static_range(S.keep):
                 tl.store(history + i * rows * S.dim + here + at, past[i], mask=inside)

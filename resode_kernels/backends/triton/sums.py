@@ -39,9 +39,6 @@ class Sums:
         """Where a launch of the steps begin … end − 1 adds, and the first block there."""
         if self.atomic:
             return tuple(self.totals), 0
-        for partial in self.partial:
-            if partial is not None:
-                partial[: self._blocks(end - begin) * self.programs].zero_()
         return tuple(self.partial), 0 if self.tied else begin
 
     def collect(self, begin: int, end: int) -> None:
