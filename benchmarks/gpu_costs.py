@@ -61,11 +61,11 @@ class GPU:
 # "AMD Instinct MI300X Accelerator" data sheet and "AMD CDNA 3 Architecture" white paper. Shared
 # memory of a program: the CUDA C++ Programming Guide's table of compute capabilities, and the LDS.
 GPUS = (
-    GPU("A100", Device("cuda:80", 108, 163 << 10, 40 << 20), 2.04e12, 156e12, 312e12),
-    GPU("H100", Device("cuda:90", 132, 227 << 10, 50 << 20), 3.35e12, 495e12, 989e12),
+    GPU("A100", Device("cuda:80", 32, 108, 163 << 10, 40 << 20), 2.04e12, 156e12, 312e12),
+    GPU("H100", Device("cuda:90", 32, 132, 227 << 10, 50 << 20), 3.35e12, 495e12, 989e12),
     GPU(
         "MI300X",
-        Device("hip:gfx942", 304, 64 << 10, LAST_LEVEL_CACHE["gfx942"]),
+        Device("hip:gfx942", 64, 304, 64 << 10, LAST_LEVEL_CACHE["gfx942"]),
         5.3e12,
         653.7e12,
         1307e12,

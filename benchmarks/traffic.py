@@ -6,7 +6,8 @@
 Every kernel that Triton's interpreter runs is a launch, and so is every torch operation that is one
 on a GPU. Views, metadata and uninitialised memory cost nothing. One rule holds for all of them: the
 cache is cold when a launch begins, and then every byte that the launch touches crosses DRAM once on
-the way in and once on the way out, however many programs touch it. That takes a cache which holds
+the way in, unless the launch has written it before, and once on the way out if it is written,
+however many programs touch it. That takes a cache which holds
 what the launch comes back to, ``Launch.revisited``; what the caches serve meanwhile are the bytes
 as issued. FLOPs are those of products (tl.dot, mm, …): nothing else is near a GPU's limits.
 """
@@ -41,7 +42,7 @@ class Launch:
     issued_loads: int = 0
     issued_stores: int = 0
     loads: int = 0
-    """Each byte once."""
+    """Each byte once, and those not at all that the launch has stored before."""
     stores: int = 0
     revisited: int = 0
     """Bytes loaded or stored more than once: what the cache has to hold meanwhile."""
@@ -87,11 +88,14 @@ class _Accesses:
     def __init__(self) -> None:
         self.elements: list[tuple[Addresses, int]] = []
         """Addresses, and the size of an element."""
+        self.times: list[int] = []
+        """Of each of them, among the loads and stores of the launch."""
 
-    def add(self, pointers: Any, mask: Any) -> None:
+    def add(self, pointers: Any, mask: Any, time: int) -> None:
         size = max(1, pointers.get_element_ty().primitive_bitwidth // 8)
         addresses = pointers.data[np.broadcast_to(mask.data, pointers.data.shape)]
         self.elements.append((addresses.astype(np.int64), size))
+        self.times.append(time)
 
     def issued(self) -> int:
         return sum(len(addresses) * size for addresses, size in self.elements)
@@ -100,12 +104,16 @@ class _Accesses:
         """The smallest element, of which the others are multiples."""
         return min((size for _, size in self.elements), default=1)
 
-    def distinct(self, grain: int) -> tuple[Addresses, Addresses]:
-        """Where they are, in grains, each once; and those that occur more than once."""
+    def distinct(self, grain: int) -> tuple[Addresses, Addresses, Addresses]:
+        """Where they are, in grains, each once; when each was met first; and those that occur more
+        than once."""
+        nothing = np.empty(0, np.int64)
         every = [(a[:, None] + np.arange(0, size, grain)).ravel() for a, size in self.elements]
-        places = np.concatenate([np.empty(0, np.int64), *every])
-        places, counts = np.unique(places, return_counts=True)
-        return places, places[counts > 1]
+        times = np.repeat(np.array(self.times, np.int64), [len(places) for places in every])
+        places, first, counts = np.unique(
+            np.concatenate([nothing, *every]), return_index=True, return_counts=True
+        )
+        return places, times[first], places[counts > 1]
 
 
 class _Kernels:
@@ -114,7 +122,7 @@ class _Kernels:
     def __init__(self, launches: list[Launch]) -> None:
         self.launches = launches
         self.running = False
-        self.loaded, self.stored, self.flops = _Accesses(), _Accesses(), 0
+        self.loaded, self.stored, self.flops, self.clock = _Accesses(), _Accesses(), 0, 0
 
     @contextmanager
     def watched(self) -> Iterator[None]:
@@ -136,41 +144,45 @@ class _Kernels:
             yield
 
     def on_load(self, pointers: Any, mask: Any, *_: Any) -> None:
-        self.loaded.add(pointers, mask)
+        self.clock += 1
+        self.loaded.add(pointers, mask, self.clock)
 
     def on_store(self, pointers: Any, value: Any, mask: Any, *_: Any) -> None:
-        self.stored.add(pointers, mask)
+        self.clock += 1
+        self.stored.add(pointers, mask, self.clock)
 
     def on_atomic_rmw(self, operation: Any, pointers: Any, value: Any, mask: Any, *_: Any) -> None:
-        self.loaded.add(pointers, mask)
-        self.stored.add(pointers, mask)
+        self.on_load(pointers, mask)
+        self.on_store(pointers, value, mask)
 
     def on_atomic_cas(self, pointers: Any, *_: Any) -> None:
         everywhere = interpreter.TensorHandle(np.ones_like(pointers.data, bool), tl.int1)
-        self.loaded.add(pointers, everywhere)
-        self.stored.add(pointers, everywhere)
+        self.on_load(pointers, everywhere)
+        self.on_store(pointers, None, everywhere)
 
     def on_dot(self, a: Any, b: Any, *_: Any) -> None:
         self.flops += 2 * a.data.size * b.data.shape[-1]
 
     def counted(self, run: Callable[..., None]) -> Callable[..., None]:
         def launch(executor: Any, *args: Any, **kwargs: Any) -> None:
-            self.loaded, self.stored, self.flops = _Accesses(), _Accesses(), 0
+            self.loaded, self.stored, self.flops, self.clock = _Accesses(), _Accesses(), 0, 0
             self.running = True
             try:
                 run(executor, *args, **kwargs)
             finally:
                 self.running = False
             grain = min(self.loaded.grain(), self.stored.grain())
-            loads, loaded_again = self.loaded.distinct(grain)
-            stores, stored_again = self.stored.distinct(grain)
+            loads, first_loads, loaded_again = self.loaded.distinct(grain)
+            stores, first_stores, stored_again = self.stored.distinct(grain)
+            _, i, j = np.intersect1d(loads, stores, assume_unique=True, return_indices=True)
+            written_before = np.count_nonzero(first_stores[j] < first_loads[i])
             self.launches.append(
                 Launch(
                     executor.fn.__name__,
                     tuple(interpreter.interpreter_builder.grid_dim),
                     issued_loads=self.loaded.issued(),
                     issued_stores=self.stored.issued(),
-                    loads=grain * len(loads),
+                    loads=grain * (len(loads) - written_before),
                     stores=grain * len(stores),
                     revisited=grain * len(np.union1d(loaded_again, stored_again)),
                     flops=self.flops,

@@ -72,7 +72,8 @@ def add_to(pointer, at, value, inside, before, S: tl.constexpr):
     if S.atomic:
         tl.atomic_add(pointer + at, value, mask=inside, sem="relaxed")
     else:
-        value += tl.load(pointer + at, mask=inside & (before > 0), other=0.0)
+        written = inside & (0 * at + before > 0)  # of at's shape: the interpreter wants it so
+        value += tl.load(pointer + at, mask=written, other=0.0)
         tl.store(pointer + at, value, mask=inside)
 
 
