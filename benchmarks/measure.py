@@ -14,9 +14,14 @@ from typing import Any
 
 import torch
 
+from resode_kernels.backends import cpp
 
-def machine() -> str:
-    """The processor, the number of threads and the version of torch."""
+
+def machine(device: str = "cpu") -> str:
+    """The processor, the number of threads and the version of torch; the GPU, if it is used."""
+    if device != "cpu":
+        precision = torch.get_float32_matmul_precision()
+        return f"{torch.cuda.get_device_name()}, torch {torch.__version__}, float32 {precision}"
     name = platform.processor() or platform.machine()
     try:
         with open("/proc/cpuinfo") as file:
@@ -95,6 +100,21 @@ def _send(sender: Any, function: Callable[..., Any], args: tuple[Any, ...]) -> N
 
 
 # ------------------------------------------------------------------------------------------ time
+
+
+def peak_rate(device: str = "cpu") -> float:
+    """FLOPs per second that the machine can do: of multiply-adds in registers on the CPU, on a GPU
+    of a large matrix product of torch."""
+    if device == "cpu":
+        return float(cpp._C.fma_peak(torch.get_num_threads(), 0.05))
+    n = 4096
+    a = torch.randn(n, n, device=device)
+    torch.cuda.synchronize()
+    begin = time.perf_counter()
+    for _ in range(4):
+        a @ a
+    torch.cuda.synchronize()
+    return 4 * 2 * n**3 / (time.perf_counter() - begin)
 
 
 @dataclass

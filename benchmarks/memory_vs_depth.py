@@ -248,7 +248,8 @@ def main() -> None:
         activation=kind.activation,
         device=args.device,
     )
-    print(f"{kind.title}, {describe(config)}, {config.weights} weights, float32\n{machine()}\n")
+    print(f"{kind.title}, {describe(config)}, {config.weights} weights, float32")
+    print(f"{machine(config.device)}\n")
     points = measure(config, depths)
     print(table(points))
 
@@ -256,7 +257,7 @@ def main() -> None:
     name = "memory_vs_depth" + ("" if args.stage == "mlp" else f"_{args.stage}")
     csv_path, png_path = args.out / f"{name}.csv", args.out / f"{name}.png"
     with csv_path.open("w", newline="") as file:
-        rows = [{**asdict(config), **asdict(p), "machine": machine()} for p in points]
+        rows = [{**asdict(config), **asdict(p), "machine": machine(config.device)} for p in points]
         writer = csv.DictWriter(file, rows[0])
         writer.writeheader()
         writer.writerows(rows)

@@ -8,7 +8,8 @@ autograd (conv: the faster of the two memory formats), stages of modules (residu
 blocks, residual-conv: convolutional ones) with torch.utils.checkpoint on every block. All
 contestants and the peak are measured in turns in one process; medians are printed, and quartiles of
 the times written to throughput.csv (throughput_conv.csv and so on). A rate is that of the plain
-formula's operations: the kernels of the convolutions need fewer, and may exceed the peak.
+formula's operations: the kernels of the convolutions need fewer, and may exceed the peak. On a GPU
+(--device cuda) the peak is the rate of a large matrix product of torch.
 """
 
 from __future__ import annotations
@@ -20,12 +21,10 @@ from dataclasses import asdict
 from pathlib import Path
 
 import torch
-from measure import interleaved, machine
+from measure import interleaved, machine, peak_rate
 from memory_vs_depth import compare_gradients
 from networks import NETWORKS, WEIGHTS, Config, make_network
 from tqdm import tqdm
-
-from resode_kernels.backends import cpp
 
 # dim, batch, depth; conv: and the side of the images
 SHAPES = {
@@ -43,8 +42,10 @@ def measure(config: Config) -> list[dict[str, object]]:
     contestants = {
         name: step for name, step in network.contestants().items() if name in network.products
     }
-    contestants["peak"] = lambda: peaks.append(cpp._C.fma_peak(torch.get_num_threads(), 0.05))
-    times = interleaved(contestants, after=network.forget, seconds=10, rounds=(9, 60))
+    contestants["peak"] = lambda: peaks.append(peak_rate(config.device))
+    times = interleaved(
+        contestants, after=network.forget, device=config.device, seconds=10, rounds=(9, 60)
+    )
     peak = statistics.median(peaks)
     unit = network.unit({name: t.median for name, t in times.items()})
     rows: list[dict[str, object]] = []
@@ -59,7 +60,7 @@ def measure(config: Config) -> list[dict[str, object]]:
                 "fraction_of_peak": flops / times[name].median / peak,
                 "peak_gflops": peak / 1e9,
                 "gradient_error": errors[name],
-                "machine": machine(),
+                "machine": machine(config.device),
             }
         )
     return rows
@@ -73,12 +74,15 @@ def main() -> None:
     parser.add_argument("--shapes", nargs="+", metavar="DIM,BATCH,DEPTH[,SIZE]")
     parser.add_argument("--activation", choices=["relu", "tanh", "gelu", "silu"])
     parser.add_argument("--weights", default="independent", choices=WEIGHTS)
+    parser.add_argument("--device", default="cpu", help="cpu or cuda (default: cpu)")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     args = parser.parse_args()
+    if args.device != "cpu" and not torch.cuda.is_available():
+        parser.error(f"--device {args.device}: torch finds no GPU here")
 
     kind = NETWORKS[args.stage]
     activation = args.activation or kind.activation
-    print(f"{kind.title}, euler, {activation}, float32\n{machine()}\n")
+    print(f"{kind.title}, euler, {activation}, float32\n{machine(args.device)}\n")
     names = list(kind.products)
     shape_head = "dim, batch, depth" + (", size" if kind.size > 1 else "")
     head = f"{shape_head:>23}  " + "  ".join(f"{name:>23}" for name in names)
@@ -89,6 +93,7 @@ def main() -> None:
         config = Config(
             stage=args.stage, dim=dim, hidden=kind.hidden_factor * dim, batch=batch, depth=depth,
             size=size[0] if size else kind.size, activation=activation, weights=args.weights,
+            device=args.device,
         )  # fmt: skip
         results = measure(config)
         rows += results

@@ -1,11 +1,12 @@
 """Triton kernels as a backend: tensors on NVIDIA and AMD GPUs, float32 streams.
 
-    stage.py, schemes.py, blocks.py   the depth-fused kernels of MLP and linear stages
-    fused.py                          their launches
-    plan.py, device.py, form.py       tiles, programs, and where the kernels fit
-    tuning.py                         measured tiles instead of the default ones
+    stage.py, schemes.py, blocks.py, activations.py   the depth-fused kernels of MLP and linear
+                                                      stages
+    fused.py, sums.py, launch.py      their launches, and the gradients they add up
+    plan.py, tiles.py, form.py        programs, tiles, and what a kernel is compiled for
+    device.py, tuning.py              the GPU, and the tiles that were fastest there
     layerwise.py                      stages layer by layer: convolutions, and what is too wide
-    elementwise.py, normalization.py  the kernels of that
+    elementwise.py, normalization.py, rows.py   the kernels of that, and how they see a tensor
 
 Under ``TRITON_INTERPRET=1`` Triton's interpreter runs the same kernels on the CPU, slowly. Triton
 is imported when something is to run.
