@@ -26,7 +26,7 @@ from torch import Tensor
 
 from ...problem import Problem
 
-OLDEST = (3, 6)
+OLDEST = (3, 8)
 
 
 def installed() -> str:
