@@ -31,10 +31,10 @@ PRECISIONS = {
 VARIANTS: dict[str, dict[str, Any]] = {
     "relu, heun, refined 2": {"activation": "relu", "scheme": "heun", "order": 2},
     "silu, heun, predicted 3": {
-        "activation": "silu", "scheme": "heun", "reverse": "predicted", "order": 3,
+        "activation": "silu", "scheme": "heun", "reverse": "predicted", "order": 3, "dim": 32,
     },
     "gelu, predicted 2": {"activation": "gelu", "reverse": "predicted"},
-    "tied, heun, paper": {"tied": True, "scheme": "heun", "reverse": "paper"},
+    "tied, heun, paper": {"tied": True, "scheme": "heun", "reverse": "paper", "dim": 32},
     "tied, paper, odd": {"tied": True, "reverse": "paper", "dim": 37, "hidden": 51, "bias": False},
     "stored": {"backward": "stored"},
 }  # fmt: skip
@@ -65,7 +65,8 @@ def _stages() -> Iterator[Case]:
 def _variants() -> Iterator[Case]:
     for name, options in VARIANTS.items():
         dtype = "tf32" if "heun" in name else "bfloat16"  # the one that needs more registers
-        yield Case(f"mlp 64, {name}", dtype, partial(train, dtype, **options))
+        width = options.get("dim", 64)
+        yield Case(f"mlp {width}, {name}", dtype, partial(train, dtype, **options))
     yield Case("linear 64, heun", "tf32", partial(train, "tf32", block="linear", scheme="heun"))
     yield Case("mlp 32, heun", "float32", partial(train, "float32", dim=32, scheme="heun"))
     yield Case("mlp 64, atomics", "bfloat16", partial(train_by_atomics, "bfloat16"))

@@ -75,7 +75,7 @@ def mlp_arguments(**changes: Any) -> dict[str, Any]:
             rk.BackendUnavailableError,
             "backend='cuda' is not available: .*info",
         ),
-        ({"backend": "triton"}, rk.BackendUnavailableError, "backend='triton' is not available"),
+        ({"backend": "cuda"}, rk.BackendUnavailableError, "backend='cuda' is not available"),
         ({"speed": "high"}, TypeError, "unknown option 'speed'; a stage takes scheme, step"),
     ],
     ids=lambda v: str(v)[:40] if isinstance(v, dict) else None,
@@ -289,7 +289,7 @@ def test_inputs_of_residual_stages(x: Any, error: type[Exception], message: str)
 def test_modules_run_in_pytorch() -> None:
     x = torch.randn(4, 6)
     assert rk.ResidualStage([nn.Tanh()], backend="reference")(x).shape == x.shape
-    for backend in ("cpp", "triton", "cuda"):
+    for backend in ("cpp", "cuda"):
         stage = rk.ResidualStage([nn.Tanh()], backend=backend)
         with pytest.raises(
             rk.BackendUnavailableError, match=f"'{backend}'.*modules run in PyTorch"
