@@ -51,14 +51,34 @@ class Case:
     """Whether users get these kernels without tuning: then they must not spill."""
 
 
-def cases() -> list[Case]:
-    return [*_stages(), *_variants(), *_other_tiles(), *_layerwise()]
+# Enough to meet every kernel, width, precision and scheme once: a choice for every day.
+QUICK = {
+    *((f"mlp {width}", "bfloat16") for width in WIDTHS),
+    *((f"mlp {width}", "tf32") for width in WIDTHS[1:]),
+    ("mlp 16", "float32"),
+    ("mlp 32", "float32"),
+    ("mlp 64", "float16"),
+    ("linear 64", "tf32"),
+    ("mlp 64, relu, heun, refined 2", "tf32"),
+    ("mlp 64, gelu, predicted 2", "bfloat16"),
+    ("mlp 64, tied, paper, odd", "bfloat16"),
+    ("mlp 64, stored", "bfloat16"),
+    ("mlp 64, atomics", "bfloat16"),
+    ("mlp 512, layer-wise", "float32"),
+    ("conv, channels_last", "bfloat16"),
+    ("conv, contiguous_format", "float32"),
+}
+
+
+def cases(quick: bool = False) -> list[Case]:
+    every = [*_stages(), *_variants(), *_other_tiles(), *_layerwise()]
+    return [case for case in every if not quick or (case.name, case.dtype) in QUICK]
 
 
 def _stages() -> Iterator[Case]:
     for dtype in PRECISIONS:
-        for width in WIDTHS:
-            yield Case(f"mlp {width}", dtype, partial(train, dtype, dim=width, hidden=2 * width))
+        for width in WIDTHS if dtype != "float16" else (64,):  # but for its name as bfloat16
+            yield Case(f"mlp {width}", dtype, partial(train, dtype, dim=width))
         yield Case("linear 64", dtype, partial(train, dtype, block="linear"))
 
 
@@ -68,7 +88,7 @@ def _variants() -> Iterator[Case]:
         width = options.get("dim", 64)
         yield Case(f"mlp {width}, {name}", dtype, partial(train, dtype, **options))
     yield Case("linear 64, heun", "tf32", partial(train, "tf32", block="linear", scheme="heun"))
-    yield Case("mlp 32, heun", "float32", partial(train, "float32", dim=32, scheme="heun"))
+    yield Case("mlp 16, heun", "float32", partial(train, "float32", dim=16, scheme="heun"))
     yield Case("mlp 64, atomics", "bfloat16", partial(train_by_atomics, "bfloat16"))
 
 
@@ -77,13 +97,13 @@ def _other_tiles() -> Iterator[Case]:
         for reverse, table in ((False, tiles.FORWARD), (True, tiles.REVERSE)):
             for tile in table[width][1:]:
                 name = f"mlp {width}, {'reverse' if reverse else 'forward'} {tuple(tile)}"
-                run = partial(train_in_tile, tile, reverse, "bfloat16", dim=width, hidden=width)
+                run = partial(train_in_tile, tile, reverse, "bfloat16", width)
                 yield Case(name, "bfloat16", run, default=False)
 
 
 def _layerwise() -> Iterator[Case]:
     for dtype in ("bfloat16", "float32"):
-        yield Case("mlp 512, layer-wise", dtype, partial(train, dtype, dim=512, hidden=512))
+        yield Case("mlp 512, layer-wise", dtype, partial(train, dtype, dim=512))
         for order in (torch.contiguous_format, torch.channels_last):
             name = f"conv, {str(order).removeprefix('torch.')}"
             yield Case(name, dtype, partial(train_conv, dtype, order))
@@ -94,13 +114,14 @@ def train(
     *,
     block: str = "mlp",
     dim: int = 64,
-    hidden: int = 64,
+    hidden: int | None = None,
     activation: str = "tanh",
     bias: bool = True,
     tied: bool = False,
     **options: Any,
 ) -> None:
     """Forward pass and reverse pass of a stage with all its gradients."""
+    hidden = hidden or 2 * dim
     storage, precision = PRECISIONS[dtype]
     torch.set_float32_matmul_precision(precision)
     how = How(**options)
@@ -118,12 +139,12 @@ def train(
     train_problem(problem, torch.zeros(ROWS, dim))
 
 
-def train_in_tile(tile: Tile, reverse: bool, dtype: str, **sizes: int) -> None:
+def train_in_tile(tile: Tile, reverse: bool, dtype: str, dim: int) -> None:
     table = tiles.REVERSE if reverse else tiles.FORWARD
     before = dict(table)
     table.update({width: (tile,) for width in table})
     try:
-        train(dtype, **sizes)
+        train(dtype, dim=dim)
     finally:
         table.update(before)
 

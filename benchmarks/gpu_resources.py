@@ -1,7 +1,7 @@
 """Registers, spills, shared memory and occupancy of the Triton kernels on GPUs that need not be
 there.
 
-    python benchmarks/gpu_resources.py [--targets sm_90 gfx942 …]
+    python benchmarks/gpu_resources.py [--targets sm_90 gfx942 …] [--quick]
 
 Every case of gpu_cases.py is compiled for every target by the code that would launch it there; one
 line per kernel is printed and written to gpu_resources.csv. Fails if a kernel does not compile,
@@ -150,6 +150,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--targets", nargs="+", choices=list(TARGETS), default=list(TARGETS))
+    parser.add_argument("--quick", action="store_true", help="half of the cases")
     parser.add_argument("--workers", type=int, default=2, help="processes that compile")
     parser.add_argument(
         "--output",
@@ -158,7 +159,7 @@ def main() -> None:
     )
     args = parser.parse_args()
 
-    result = measure_all(cases(), args.targets, args.workers)
+    result = measure_all(cases(args.quick), args.targets, args.workers)
     print(table(result.rows))
     write(result.rows, args.output)
     if result.failures:

@@ -37,9 +37,14 @@ class Resources:
         return self.spill_stores + self.spill_loads
 
 
+_measured: dict[str, tuple[int, int, int, int, str]] = {}  # cases share kernels
+
+
 def resources(launch: Launch) -> Resources:
-    measure = _nvidia if launch.target.nvidia else _amd
-    registers, stack, stores, loads, code = measure(launch.compiled)
+    kernel = launch.compiled
+    if kernel.hash not in _measured:
+        _measured[kernel.hash] = (_nvidia if launch.target.nvidia else _amd)(kernel)
+    registers, stack, stores, loads, code = _measured[kernel.hash]
     return Resources(
         registers=registers,
         spill_stores=stores,

@@ -45,3 +45,9 @@ class Form(NamedTuple):
     keep: int = 0
     """Evaluations of φ to keep for the steps to come."""
     corrections: int = 0
+
+    def of_forward_kernel(self) -> Form:
+        """Without what only the reverse kernel needs to know: rules share a forward kernel."""
+        return self._replace(
+            exact=False, moves=True, shares=False, have=0, keep=0, corrections=0, atomic=False
+        )

@@ -88,7 +88,7 @@ def _walk(
     launch(
         forward_kernel, (-(-len(x) // plan.form.rows),),
         x, y, anchors, _contiguous(problem.parameters),
-        len(x), begin, end, keep_every, problem.method.step, plan.form,
+        len(x), begin, end, keep_every, problem.method.step, plan.form.of_forward_kernel(),
         **plan.options,
     )  # fmt: skip
 

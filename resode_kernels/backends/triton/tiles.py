@@ -27,7 +27,9 @@ REVERSE: Tiles = {
     128: (Tile(16, 16, 256), Tile(16, 32, 256)),
 }
 # A step of Heun's scheme has two blocks.
-REVERSE_HEUN: Tiles = {**REVERSE, 64: (Tile(16, 32, 256), Tile(16, 16, 256))}
+REVERSE_HEUN: Tiles = {**REVERSE, 64: (Tile(16, 16, 256), Tile(16, 32, 256))}
+# Products on NVIDIA's ordinary units, not on tensor cores, hold their operands in registers, too.
+REVERSE_SCALAR: Tiles = {16: (Tile(16, 16, 128),), 32: (Tile(16, 16, 256), Tile(16, 16, 128))}
 
 
 def tiles_of(form: Form, device: Device, element: int, reverse: bool) -> tuple[Tile, ...]:
@@ -35,20 +37,20 @@ def tiles_of(form: Form, device: Device, element: int, reverse: bool) -> tuple[T
 
     element  bytes of a weight
     """
-    if form.width > widest(form, device, element):
+    table = reverse_table(form, device, element)
+    if form.width not in table:
         return ()
-    table = FORWARD if not reverse else REVERSE_HEUN if form.scheme == "heun" else REVERSE
-    return tuple(
-        tile for tile in table[form.width] if shared_bytes(tile, form, element) <= device.shared
-    )
+    choice = (table if reverse else FORWARD)[form.width]
+    return tuple(tile for tile in choice if shared_bytes(tile, form, element) <= device.shared)
 
 
-def widest(form: Form, device: Device, element: int) -> int:
-    """The widest state of which the reverse kernel holds enough in registers. Products of float32
-    numbers take more of them, most of all on NVIDIA's ordinary units (no tensor cores)."""
-    if element == 4 and form.precision == "ieee" and device.target.startswith("cuda"):
-        return 32
-    return 64 if element == 4 and form.scheme == "heun" else 128
+def reverse_table(form: Form, device: Device, element: int) -> Tiles:
+    """Ends at the widest state of which the kernel can hold enough in registers."""
+    scalar = element == 4 and form.precision == "ieee" and device.target.startswith("cuda")
+    if form.scheme == "euler":
+        return REVERSE_SCALAR if scalar else REVERSE
+    table, limit = (REVERSE_SCALAR, 16) if scalar else (REVERSE_HEUN, 64 if element == 4 else 128)
+    return {width: tiles for width, tiles in table.items() if width <= limit}
 
 
 def shared_bytes(tile: Tile, form: Form, element: int) -> int:
