@@ -61,7 +61,7 @@ QUICK = {
     ("linear 64", "tf32"),
     ("mlp 64, relu, heun, refined 2", "tf32"),
     ("mlp 64, gelu, predicted 2", "bfloat16"),
-    ("mlp 64, tied, paper, odd", "bfloat16"),
+    ("mlp 37, tied, paper, odd", "bfloat16"),
     ("mlp 64, stored", "bfloat16"),
     ("mlp 64, atomics", "bfloat16"),
     ("mlp 512, layer-wise", "float32"),
