@@ -3,6 +3,7 @@ measurement.
 
     python benchmarks/gpu_costs.py
     python benchmarks/gpu_costs.py --dim 128 --hidden 128 --dtype bfloat16 --rule predicted
+    python benchmarks/gpu_costs.py --stage conv --dim 64 --size 32 --batch 128
 
 The plan of the kernels is the one they make on that GPU, the bytes are counted from their own loads
 and stores (traffic.py, affine.py, passes.py), and standard backprop's, eager PyTorch, from its
@@ -11,6 +12,10 @@ touches once. The minimum reads and writes state and cotangent once, and the wei
 gradients once per tile group. That is either a tile of rows that a program walks with, or all the
 tiles of a program. The time is the sum over launches of the largest of DRAM bytes / its bandwidth,
 bytes as issued / the last cache's bandwidth, and FLOPs / peak rate.
+
+A convolutional stage runs by layers: PyTorch's convolutions, the same as standard backprop's, and
+the kernels between them. Everything crosses DRAM in every layer, so no such pass can reach the
+minimum, which has state, cotangent, weights and gradients once.
 
 What this leaves out: a tensor smaller than the cache may still be there when the next launch
 begins, to the gain of standard backprop at small batches above all. Launches take time themselves,
@@ -83,6 +88,7 @@ DTYPES = {
     "bfloat16": (torch.bfloat16, "bfloat16"),
     "float16": (torch.float16, "float16"),
 }
+CONV = Case(stage="conv", depth=64, batch=128, size=32, activation="relu")
 CASES = (
     Case(),
     Case(depth=1024),
@@ -92,6 +98,8 @@ CASES = (
     Case(dim=32, hidden=32),
     Case(dim=128, hidden=128),
     Case(stage="linear"),
+    CONV,
+    replace(CONV, dtype=torch.bfloat16),
 )
 
 
@@ -105,14 +113,16 @@ class Costs:
     hidden: int
     depth: int
     batch: int
+    size: int
     dtype: str
     rule: str
     direction: str
-    tile_rows: int
-    tiles: int
-    programs: int
+    tile_rows: int | None
+    """None, as is the rest of the plan: it runs by layers."""
+    tiles: int | None
+    programs: int | None
     launches: int
-    steps_per_launch: int
+    steps_per_launch: int | None
     flops: int
     dram: int
     issued: int
@@ -128,11 +138,11 @@ class Costs:
 
 
 def costs(case: Case, gpu: GPU, *, reverse: bool) -> Costs | None:
-    """None: the stage is too wide for the depth-fused kernels."""
+    """None: an MLP or linear stage too wide for the depth-fused kernels."""
     layout = plan(case, gpu.device, reverse=reverse)
-    if layout is None:
+    if layout is None and case.stage != "conv":
         return None
-    scale = size(case, layout, reverse=reverse)
+    scale = size(case, layout, reverse=reverse) if layout else None
     ours = kernels(case, layout, reverse=reverse).values()
     theirs = standard(case, reverse=reverse).values()
     return Costs(
@@ -142,19 +152,20 @@ def costs(case: Case, gpu: GPU, *, reverse: bool) -> Costs | None:
         hidden=case.hidden,
         depth=case.depth,
         batch=case.batch,
+        size=case.size,
         dtype=str(case.dtype).removeprefix("torch."),
         rule=case.rule,
         direction="reverse" if reverse else "forward",
-        tile_rows=layout.form.rows,
-        tiles=scale.tiles,
-        programs=scale.programs,
+        tile_rows=layout.form.rows if layout else None,
+        tiles=scale.tiles if scale else None,
+        programs=scale.programs if scale else None,
         launches=sum(one.count for one in ours),
-        steps_per_launch=scale.longest,
+        steps_per_launch=scale.longest if scale else None,
         flops=sum(one.flops for one in ours),
         dram=sum(one.dram for one in ours),
         issued=sum(one.issued for one in ours),
-        minimum_per_tile=minimum(case, scale.tiles, reverse=reverse),
-        minimum_per_program=minimum(case, scale.programs, reverse=reverse),
+        minimum_per_tile=minimum(case, scale.tiles if scale else 1, reverse=reverse),
+        minimum_per_program=minimum(case, scale.programs if scale else 1, reverse=reverse),
         standard_flops=sum(one.flops for one in theirs),
         standard_dram=sum(one.dram for one in theirs),
         seconds=gpu.seconds(ours, case.dtype),
@@ -180,23 +191,33 @@ def step(forward: Costs, reverse: Costs) -> Costs:
 
 def describe(case: Case) -> str:
     hidden = f", hidden {case.hidden}" if case.stage == "mlp" else ""
+    images = f" of {case.size} x {case.size}" if case.stage == "conv" else ""
     precision = next(label for dtype, label in DTYPES.values() if dtype == case.dtype)
     return (
-        f"{case.stage}, dim {case.dim}{hidden}, depth {case.depth}, batch {case.batch}, "
-        f"{precision}, {case.rule}"
+        f"{case.stage}, dim {case.dim}{hidden}, depth {case.depth}, "
+        f"batch {case.batch}{images}, {precision}, {case.rule}"
     )
 
 
-COLUMNS: tuple[tuple[str, str, Callable[[Costs], str]], ...] = (
+Columns = tuple[tuple[str, str, Callable[[Costs], str]], ...]
+TRAFFIC: Columns = (
     ("GFLOP", "kernels", lambda c: f"{c.flops / 1e9:,.0f}"),
     ("GFLOP", "standard", lambda c: f"{c.standard_flops / 1e9:,.0f}"),
     ("DRAM GB", "kernels", lambda c: f"{c.dram / 1e9:.3f}"),
     ("DRAM GB", "standard", lambda c: f"{c.standard_dram / 1e9:.2f}"),
     ("standard", "/ kernels", lambda c: f"{c.standard_dram / c.dram:.1f} x"),
+)
+MINIMUM: Columns = (
+    ("minimum", "GB", lambda c: f"{c.minimum_per_tile / 1e9:.2f}"),
+    ("kernels", "/ minimum", lambda c: f"{c.dram / c.minimum_per_tile:.1f} x"),
+)
+MINIMUM_OF_TILES: Columns = (
     ("minimum GB", "per tile", lambda c: f"{c.minimum_per_tile / 1e9:.2f}"),
     ("kernels", "/ minimum", lambda c: f"{c.dram / c.minimum_per_tile:.3f} x"),
     ("minimum GB", "per program", lambda c: f"{c.minimum_per_program / 1e9:.2f}"),
     ("kernels", "/ minimum", lambda c: f"{c.dram / c.minimum_per_program:.3f} x"),
+)
+TIME: Columns = (
     ("expected ms", "kernels", lambda c: f"{1e3 * c.seconds:.2f}"),
     ("expected ms", "standard", lambda c: f"{1e3 * c.standard_seconds:.2f}"),
     ("", "speed-up", lambda c: f"{c.standard_seconds / c.seconds:.1f} x"),
@@ -205,8 +226,10 @@ COLUMNS: tuple[tuple[str, str, Callable[[Costs], str]], ...] = (
 
 
 def table(rows: list[Costs]) -> str:
-    head = [["", ""], ["", ""], *([top, bottom] for top, bottom, _ in COLUMNS)]
-    body = [[r.gpu, r.direction, *(cell(r) for _, _, cell in COLUMNS)] for r in rows]
+    by_layers = any(r.tile_rows is None for r in rows)
+    columns = (*TRAFFIC, *(MINIMUM if by_layers else MINIMUM_OF_TILES), *TIME)
+    head = [["", ""], ["", ""], *([top, bottom] for top, bottom, _ in columns)]
+    body = [[r.gpu, r.direction, *(cell(r) for _, _, cell in columns)] for r in rows]
     lines = [*zip(*head, strict=True), *body]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return "\n".join(
@@ -221,8 +244,13 @@ def notes(rows: list[Costs]) -> list[str]:
         f"{r.gpu}: {r.programs} programs walk {r.tiles} tiles of {r.tile_rows} rows backwards, "
         f"launches make up to {r.steps_per_launch} steps"
         for r in rows
-        if r.direction == "reverse"
+        if r.direction == "reverse" and r.tile_rows is not None
     ]
+    if any(r.tile_rows is None for r in rows):
+        lines.append(
+            "This stage runs by layers, alike on every GPU, and no layer-wise pass can reach the "
+            "minimum: states and weights once"
+        )
     lines += [
         f"{r.gpu}, {r.direction}: a launch comes back to {r.revisited / 2**20:.0f} MiB and the "
         f"cache has {r.cache / 2**20:.0f} MiB: DRAM sees more than that, at most what is issued"
@@ -236,11 +264,12 @@ def arguments() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--stage", choices=["mlp", "linear"], help="default: mlp")
-    parser.add_argument("--dim", type=int, help="width of the state (default: 64)")
-    parser.add_argument("--hidden", type=int, help="width of the hidden layer (default: dim)")
-    parser.add_argument("--depth", type=int, help="default: 256")
-    parser.add_argument("--batch", type=int, help="default: 65536")
+    parser.add_argument("--stage", choices=["mlp", "linear", "conv"], help="default: mlp")
+    parser.add_argument("--dim", type=int, help="width of the state, channels (default: 64)")
+    parser.add_argument("--hidden", type=int, help="width of an MLP's hidden layer (default: dim)")
+    parser.add_argument("--depth", type=int, help="default: 256, conv: 64")
+    parser.add_argument("--batch", type=int, help="rows or images (default: 65536, conv: 128)")
+    parser.add_argument("--size", type=int, help="height and width of images (default: 32)")
     parser.add_argument("--dtype", choices=list(DTYPES), help="of x and weights (default: float32)")
     parser.add_argument("--rule", choices=RULES, help="default: refined")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
@@ -254,11 +283,14 @@ def cases(parser: argparse.ArgumentParser, args: argparse.Namespace) -> tuple[Ca
     if not asked:
         return CASES
     if min(value for value in (*asked.values(), 1) if isinstance(value, int)) < 1:
-        parser.error("--dim, --hidden, --depth and --batch must be at least 1")
+        parser.error("--dim, --hidden, --depth, --batch and --size must be at least 1")
     if "dtype" in asked:
         asked["dtype"], _ = DTYPES[asked["dtype"]]
-    asked.setdefault("hidden", asked.get("dim", Case.hidden))
-    return (Case(**asked),)
+    default = CONV if asked.get("stage") == "conv" else Case()
+    if "size" in asked and default is not CONV:
+        parser.error("--size is of images: --stage conv")
+    asked.setdefault("hidden", asked.get("dim", default.hidden))
+    return (replace(default, **asked),)
 
 
 def main() -> None:

@@ -1,8 +1,11 @@
 """The traffic of a stage's forward and reverse pass on a GPU that need not be there: of the
-depth-fused kernels, of standard backprop, and the least that a pass can do with.
+kernels, of standard backprop, and the least that a pass can do with.
 
-The kernels' plan is the one they would make on that GPU; the launches of small problems with the
-same tile are counted (``traffic.py``) and extended to the real size (``affine.py``). Standard
+The depth-fused kernels' plan is the one they would make on that GPU; the launches of small problems
+with the same tile are counted (``traffic.py``) and extended to the real size (``affine.py``). A
+convolutional stage has no plan: it runs by layers, PyTorch's convolutions and the kernels between
+them, in the same way on every GPU. Its rows are the positions of all images, channels-last; its
+batch norms are in training mode, and the update of their running statistics is left out. Standard
 backprop is the plain loop of ``networks.py`` with autograd, in the dtype of the weights, counted
 and extended in the same way. No anchors.
 """
@@ -13,17 +16,21 @@ import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from typing import Any
+from unittest.mock import patch
 
 import torch
 from affine import Model, Size
-from networks import Config, StackedNetwork, make_network
+from networks import Config, ConvNetwork, StackedNetwork, make_network
+from torch import Tensor
 from traffic import Launch, counting
 
 import resode_kernels as rk
-from resode_kernels.backends.triton import fused
+from resode_kernels.backends.triton import fused, layerwise, normalization
 from resode_kernels.backends.triton.device import Device
 from resode_kernels.backends.triton.form import Form
 from resode_kernels.backends.triton.plan import Plan, form_of, plan_of
+from resode_kernels.backends.triton.rows import TILE, Rows
 from resode_kernels.backends.triton.tiles import tiles_of
 from resode_kernels.problem import Problem, stream_dtype
 
@@ -37,6 +44,8 @@ class Case:
     hidden: int = 64
     depth: int = 256
     batch: int = 65536
+    size: int = 1
+    """Height and width of images: conv only, as ``hidden`` is mlp only."""
     dtype: torch.dtype = torch.float32
     """Of x and of the weights."""
     rule: str = "refined"
@@ -49,6 +58,11 @@ class Case:
         how = rk.How(scheme=self.scheme, reverse=self.rule, order=self.order)
         blocks = 1 if self.tied else how.blocks(self.depth)
         d, m = self.dim, self.hidden
+        if self.stage == "conv":
+            weight = torch.zeros((d, d, 3, 3), dtype=self.dtype, device=device)
+            layer = (weight.to(memory_format=torch.channels_last), *weight.new_zeros(2, d))
+            layers = 2 * (*layer, None, None) * blocks
+            return Problem("conv", self.activation, layers, how.method(self.depth), 2, 1e-5)
         shapes: tuple[tuple[int, ...], ...] = ((m, d), (m,), (d, m), (d,))
         if self.stage == "linear":
             shapes = ((d, d),)
@@ -58,9 +72,27 @@ class Case:
         activation = self.activation if self.stage == "mlp" else "identity"
         return Problem(self.stage, activation, parameters, how.method(self.depth))
 
+    def zeros(self, dtype: torch.dtype, device: str = "cpu") -> Tensor:
+        """A batch."""
+        if self.stage != "conv":
+            return torch.zeros(self.batch, self.dim, dtype=dtype, device=device)
+        shape = (self.batch, self.dim, self.size, self.size)
+        images = torch.zeros(shape, dtype=dtype, device=device)
+        return images.contiguous(memory_format=torch.channels_last)
+
+    @property
+    def rows(self) -> int:
+        """Of the batch: positions of images."""
+        return self.batch * self.size**2
+
+    @property
+    def of_any_size(self) -> Case:
+        """What it has in common with smaller cases."""
+        return replace(self, batch=0, depth=1, size=2 if self.stage == "conv" else 1)
+
     @property
     def first_steps(self) -> int:
-        """Those at the end of the stage that are launches of their own in the reverse pass."""
+        """Those at the end of the stage that are steps of their own kind in the reverse pass."""
         method = self.problem("meta").method
         return method.order if method.rule == "predicted" else 0
 
@@ -69,7 +101,9 @@ class Case:
 
 
 def plan(case: Case, device: Device, *, reverse: bool) -> Plan | None:
-    """The kernels' own, with their default tile and TF32 allowed. None: too wide for them."""
+    """The kernels' own, with their default tile and TF32 allowed. None: it runs by layers."""
+    if case.stage == "conv":
+        return None
     problem = case.problem("meta")
     with _tf32():
         form = form_of(problem)
@@ -87,21 +121,28 @@ def _tf32() -> Iterator[None]:
         torch.set_float32_matmul_precision(before)
 
 
-def kernels(case: Case, plan: Plan, *, reverse: bool) -> dict[str, Launch]:
-    """Of the kernels in a pass, by name."""
-    of_any_size = replace(case, batch=0, depth=1)
-    return _kernels_model(of_any_size, plan.form, reverse).at(size(case, plan, reverse=reverse))
+def kernels(case: Case, plan: Plan | None, *, reverse: bool) -> dict[str, Launch]:
+    """Of the kernels in a pass, by name; those of PyTorch are among them if it runs by layers."""
+    if plan is None:
+        model = _layers_model(case.of_any_size, reverse)
+    else:
+        model = _kernels_model(case.of_any_size, plan.form, reverse)
+    return model.at(size(case, plan, reverse=reverse))
 
 
-def size(case: Case, plan: Plan, *, reverse: bool) -> Size:
+def size(case: Case, plan: Plan | None, *, reverse: bool) -> Size:
+    if reverse and case.depth <= case.first_steps:
+        raise ValueError(f"depth {case.depth} is too small: {case.rule} only begins there")
+    if plan is None:  # tiles, and programs that sum over the batch, of every launch
+        images = Rows.of(case.zeros(case.dtype, "meta"))
+        tiles, programs = images.grid[0], normalization._partials(images)
+        return Size(case.rows, case.depth, tiles, programs, longest=case.depth)
     tiles = -(-case.batch // plan.form.rows)
     if not reverse:
         return Size(case.batch, case.depth, tiles, programs=tiles, launches=1, longest=case.depth)
     x = torch.empty(case.batch, case.dim, device="meta")
     launches = list(fused.reconstructing(case.problem("meta"), plan, x, x.new_empty(0)))
     alone = case.first_steps
-    if len(launches) <= alone:
-        raise ValueError(f"depth {case.depth} is too small: {case.rule} only begins there")
     return Size(
         case.batch,
         case.depth - alone,
@@ -112,17 +153,27 @@ def size(case: Case, plan: Plan, *, reverse: bool) -> Size:
     )
 
 
-def count_kernels(case: Case, plan: Plan, *, reverse: bool) -> list[Launch]:
-    """The launches of a pass, run in full, with the casts of ``autograd.py`` around it."""
-    problem, shape = case.problem(), (case.batch, case.dim)
-    x = torch.zeros(shape, dtype=case.dtype)
-    stream = stream_dtype(case.dtype)
-    state, no_anchors = torch.zeros(shape, dtype=stream), torch.empty((0, *shape), dtype=stream)
-    with counting() as launches:
+def count_kernels(
+    case: Case, plan: Plan | None, *, reverse: bool, known: dict[Any, Launch] | None = None
+) -> list[Launch]:
+    """The launches of a pass, run in full (unless ``known``, see ``counting``), with the casts of
+    ``autograd.py`` around it."""
+    problem, stream = case.problem(), stream_dtype(case.dtype)
+    x, state = case.zeros(case.dtype), case.zeros(stream)
+    no_anchors = state.new_empty((0, *state.shape))
+    with counting(known) as launches:
         result = torch.empty_like(state)
         if reverse:
-            gradients = [torch.empty_like(p) for p in problem.parameters if p is not None]
-            fused.reverse(problem, plan, state, no_anchors, x.to(stream), [result, *gradients])
+            parameters = problem.parameters
+            gradients = [None if p is None else torch.empty_like(p) for p in parameters]
+            ends = (state, no_anchors, x.to(stream), [result, *gradients])
+            if plan is None:
+                layerwise.reverse(problem, *ends)
+            else:
+                fused.reverse(problem, plan, *ends)
+        elif plan is None:
+            statistics = state.new_zeros(problem.statistics)
+            layerwise.forward(problem, x.to(stream), result, no_anchors, statistics)
         else:
             fused.forward(problem, plan, x.to(stream), result, no_anchors)
         result.to(case.dtype)
@@ -148,13 +199,33 @@ def _kernels_model(case: Case, form: Form, reverse: bool) -> Model:
     return Model(samples, along=("steps",), across=("rows", "tiles"))
 
 
+@functools.cache
+def _layers_model(case: Case, reverse: bool) -> Model:
+    """From few tiles of full size, whole ones and a half, and few programs: the reductions' number
+    of programs, fixed on a GPU, is one of the variables. There are two of both at least, or else no
+    launch would come back to the parameters of its channels. A stage of one step does without
+    a product, as h = 1: what is predicted for it is a bound."""
+    of_full_tiles = Rows.of(replace(case, batch=TILE).zeros(case.dtype, "meta"))
+    positions, blocks = of_full_tiles.tile[0], of_full_tiles.grid[1]
+    samples = []
+    known: dict[Any, Launch] = {}  # steps are alike
+    for half_tiles, programs in [(4, 2), (3, 2), (6, 2), (6, 3)]:
+        for steps in (2, 3):
+            batch = half_tiles * positions // 2 // case.size**2
+            small = replace(case, batch=batch, depth=steps + case.first_steps)
+            with patch.object(normalization, "PROGRAMS", programs * blocks):
+                launches = count_kernels(small, None, reverse=reverse, known=known)
+                samples.append((size(small, None, reverse=reverse), launches))
+    return Model(samples, along=("steps",), across=("rows", "tiles", "programs"))
+
+
 # ----------------------------------------------------------------------------- standard backprop
 
 
 def standard(case: Case, *, reverse: bool) -> dict[str, Launch]:
     """Of the torch operations in a pass, by name."""
-    model = _standard_models(replace(case, batch=0, depth=1))[reverse]
-    return model.at(Size(case.batch, case.depth, longest=case.depth))
+    model = _standard_models(case.of_any_size)[reverse]
+    return model.at(Size(case.rows, case.depth, longest=case.depth))
 
 
 def count_standard(case: Case) -> tuple[list[Launch], list[Launch]]:
@@ -165,18 +236,21 @@ def count_standard(case: Case) -> tuple[list[Launch], list[Launch]]:
             scheme=case.scheme,
             weights="tied" if case.tied else "independent",
             dim=case.dim,
-            hidden=case.hidden,
+            hidden=case.hidden if case.stage == "mlp" else case.dim,
             depth=case.depth,
             batch=case.batch,
+            size=case.size,
             activation=case.activation,
         )
     )
-    assert isinstance(network, StackedNetwork)
-    network.layers = [
-        [p.detach().to(case.dtype).requires_grad_() for p in layer] for layer in network.layers
-    ]
-    x = network.x.to(case.dtype).requires_grad_()
-    cotangent = network.cotangent.to(case.dtype)
+    if isinstance(network, ConvNetwork):
+        network.blocks_last.to(case.dtype)
+    else:
+        assert isinstance(network, StackedNetwork)
+        network.layers = [
+            [p.detach().to(case.dtype).requires_grad_() for p in layer] for layer in network.layers
+        ]
+    x, cotangent = case.zeros(case.dtype).requires_grad_(), case.zeros(case.dtype)
     with counting() as forward:
         y = network.steps(0, case.depth, x)
     with counting() as backward:
@@ -187,7 +261,7 @@ def count_standard(case: Case) -> tuple[list[Launch], list[Launch]]:
 @functools.cache
 def _standard_models(case: Case) -> tuple[Model, Model]:
     smalls = [replace(case, batch=batch, depth=depth) for batch in (16, 32) for depth in (2, 3)]
-    sizes = [Size(small.batch, small.depth, longest=small.depth) for small in smalls]
+    sizes = [Size(small.rows, small.depth, longest=small.depth) for small in smalls]
     forwards, backwards = zip(*map(count_standard, smalls), strict=True)
     forward, backward = (
         Model(list(zip(sizes, counts, strict=True)), along=("steps",), across=("rows",))
@@ -202,6 +276,6 @@ def _standard_models(case: Case) -> tuple[Model, Model]:
 def minimum(case: Case, groups: int, *, reverse: bool) -> int:
     """Bytes of a pass that reads and writes the state (reverse: and the cotangent) once, in the
     stream's dtype, and the weights (reverse: and their gradients) once per group of tiles."""
-    state = case.batch * case.dim * stream_dtype(case.dtype).itemsize
+    state = case.rows * case.dim * stream_dtype(case.dtype).itemsize
     weights = sum(p.nbytes for p in case.problem("meta").parameters if p is not None)
     return (4 if reverse else 2) * state + groups * (2 if reverse else 1) * weights

@@ -4,6 +4,7 @@ GPU's problem, and the figures that the kernels keep to."""
 from __future__ import annotations
 
 from dataclasses import replace
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from passes import Case, count_kernels, count_standard, kernels, plan, size, sta
 from traffic import Launch, by_name, counting
 
 from resode_kernels.backends import triton as backend
+from resode_kernels.backends.triton import normalization
 from resode_kernels.backends.triton.device import INTERPRETER
 
 if not backend.interpreted():
@@ -142,6 +144,22 @@ def test_torch_operations_read_their_arguments_and_write_their_results() -> None
     ]
 
 
+def test_what_a_gpu_needs_two_launches_for_is_read_twice() -> None:
+    x = torch.randn(2, 4, 8, 8, requires_grad=True)
+    weight, gamma = torch.randn(4, 4, 3, 3, requires_grad=True), torch.ones(4)
+    n, w = x.nbytes, weight.nbytes
+    with counting() as launches:
+        z = torch.conv2d(x, weight, padding=1)
+        y = torch.batch_norm(z, gamma, None, None, None, True, 0.0, 1e-5, False)
+    with counting() as backward:
+        y.backward(torch.ones_like(x))
+    normalizing, normalized = launches[-1], backward[-2]
+    assert (normalizing.loads, normalizing.stores, normalizing.count) == (2 * n + 16, n + 32, 2)
+    assert normalized.loads == 4 * n + 3 * 16
+    assert (backward[-1].loads, backward[-1].stores) == (3 * n + w, n + w)
+    assert backward[-1].flops == 2 * launches[0].flops == 4 * 9 * 4 * x.numel()
+
+
 def test_nothing_is_watched_afterwards() -> None:
     x, y = torch.randn(64), torch.zeros(64)
     with counting() as launches:
@@ -155,6 +173,7 @@ def test_nothing_is_watched_afterwards() -> None:
 
 SMALL = Case(dim=12, hidden=12, depth=5, batch=72)
 LINEAR = replace(SMALL, stage="linear")
+CONV = Case(stage="conv", dim=3, depth=4, batch=3, size=20, activation="relu")
 
 
 @pytest.mark.parametrize(
@@ -182,14 +201,35 @@ def test_a_pass_is_predicted_exactly(case: Case, programs: int, steps: int) -> N
             assert replace(predicted[name], revisited=0) == replace(launch, revisited=0)
 
 
+@pytest.mark.parametrize(
+    ("case", "programs"),
+    [
+        (CONV, 3),
+        (replace(CONV, rule="paper", tied=True, dtype=torch.bfloat16), 1024),
+    ],
+    ids=["refined", "tied-bfloat16"],
+)
+def test_a_pass_by_layers_is_predicted_exactly(case: Case, programs: int) -> None:
+    """With five tiles, the last of them not full, and at most so many programs for a reduction."""
+    for reverse in (False, True):
+        assert plan(case, INTERPRETER, reverse=reverse) is None
+        with patch.object(normalization, "PROGRAMS", programs):
+            counted = by_name(count_kernels(case, None, reverse=reverse))
+            assert kernels(case, None, reverse=reverse) == counted
+            at = size(case, None, reverse=reverse)
+        assert (at.rows, at.tiles, at.programs) == (1200, 5, min(5, programs))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("scheme", ["euler", "heun"])
-@pytest.mark.parametrize("stage", ["mlp", "linear"])
+@pytest.mark.parametrize("stage", ["mlp", "linear", "conv"])
 @pytest.mark.parametrize("tied", [False, True])
 def test_standard_backprop_is_predicted_exactly(
     stage: str, scheme: str, tied: bool, dtype: torch.dtype
 ) -> None:
-    case = replace(SMALL, stage=stage, scheme=scheme, tied=tied, dtype=dtype)
+    case = replace(
+        CONV if stage == "conv" else SMALL, stage=stage, scheme=scheme, tied=tied, dtype=dtype
+    )
     for reverse, counted in enumerate(count_standard(case)):
         assert standard(case, reverse=bool(reverse)) == by_name(counted)
 
