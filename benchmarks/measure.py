@@ -20,7 +20,7 @@ from resode_kernels.backends import cpp
 def machine(device: str = "cpu") -> str:
     """The processor, the number of threads and the version of torch; the GPU, if it is used."""
     if device != "cpu":
-        precision = torch.get_float32_matmul_precision()
+        precision = torch.backends.cuda.matmul.fp32_precision
         return f"{torch.cuda.get_device_name()}, torch {torch.__version__}, float32 {precision}"
     name = platform.processor() or platform.machine()
     try:

@@ -301,6 +301,26 @@ def test_addresses_have_64_bits() -> None:
     assert out.item() == 2_000_000 * 32 * 64 > 2**31
 
 
+def test_tf32_only_if_torch_allows_it() -> None:
+    """By the old setting and by the new one; the old one may not be asked after the new was set."""
+    script = """
+import torch
+from resode_kernels.backends.triton.plan import precision
+assert precision() == "ieee"
+torch.set_float32_matmul_precision("high")
+assert precision() == "tf32"
+torch.set_float32_matmul_precision("highest")
+assert precision() == "ieee"
+torch.backends.cuda.matmul.fp32_precision = "tf32"
+assert precision() == "tf32"
+torch.backends.cuda.matmul.fp32_precision = "none"
+torch.backends.fp32_precision = "tf32"
+assert precision() == "tf32"
+"""
+    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+
+
 # ------------------------------------------------------------------------------------------- tuning
 
 

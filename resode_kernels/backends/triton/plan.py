@@ -33,8 +33,12 @@ def weight_of(problem: Problem) -> Tensor:
 
 
 def precision() -> str:
-    """Of products of float32 numbers: TF32 if torch allows it, too."""
-    return "ieee" if torch.get_float32_matmul_precision() == "highest" else "tf32"
+    """Of products of float32 numbers: TF32 if torch may use it, too, by its new setting or by the
+    old one (``torch.set_float32_matmul_precision``), which sets the new one."""
+    chosen = torch.backends.cuda.matmul.fp32_precision
+    if chosen == "none":
+        chosen = getattr(torch.backends, "fp32_precision", "ieee")  # mypy does not see it
+    return "tf32" if chosen == "tf32" else "ieee"
 
 
 def atomic() -> bool:
