@@ -191,7 +191,7 @@ def _kernels_model(case: Case, form: Form, reverse: bool) -> Model:
         for steps, longest in [(1, 1), (2, 2), (2, 1)] if reverse else [(1, 1), (2, 2)]:
             depth = steps + case.first_steps if reverse else steps
             small = replace(case, batch=batch, depth=depth)
-            plan = Plan(batch, form, {}, programs, longest)
+            plan = Plan(form, {}, programs, longest)
             launches = count_kernels(small, plan, reverse=reverse)
             samples.append((size(small, plan, reverse=reverse), launches))
     if reverse:

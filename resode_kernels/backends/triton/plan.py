@@ -17,13 +17,13 @@ from .launch import all_registers
 
 
 class Plan(NamedTuple):
-    rows: int
-    """Of x."""
     form: Form
     options: dict[str, Any]
+    """Of a launch."""
     programs: int
-    steps: int = 0
-    """At most so many in a launch of the reverse pass."""
+    """Of the reverse kernel."""
+    steps: int
+    """At most so many in a launch of it."""
 
 
 def weight_of(problem: Problem) -> Tensor:
@@ -80,4 +80,4 @@ def plan_of(problem: Problem, device: Device, rows: int, form: Form, tile: Tile)
     steps = problem.method.steps
     if not (form.tied or form.atomic):
         steps = max(1, min(steps, device.cache // 2 // (programs * of_block)))
-    return Plan(rows, form, all_registers(device, tile.threads), programs, steps)
+    return Plan(form, all_registers(device, tile.threads), programs, steps)
