@@ -14,6 +14,7 @@ is imported when something is to run.
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import os
 import re
@@ -29,8 +30,11 @@ from ...problem import Problem
 OLDEST = (3, 8)
 
 
-def installed() -> str:
-    """Triton's version."""
+@functools.cache  # asked with every call of a stage, and slow to find out
+def installed() -> str | None:
+    """Triton's version, if it is there."""
+    if importlib.util.find_spec("triton") is None:
+        return None
     for name in ("triton", "pytorch-triton-rocm", "triton-rocm", "triton-windows"):
         with suppress(PackageNotFoundError):
             return version(name)
@@ -38,11 +42,12 @@ def installed() -> str:
 
 
 def unavailable() -> str | None:
-    if importlib.util.find_spec("triton") is None:
+    found = installed()
+    if found is None:
         return "Triton is not installed; `pip install triton` (on Linux)"
-    number = re.match(r"(\d+)\.(\d+)", installed())
+    number = re.match(r"(\d+)\.(\d+)", found)
     if number and (int(number[1]), int(number[2])) < OLDEST:
-        return f"Triton {installed()} is too old; it takes {OLDEST[0]}.{OLDEST[1]} or later"
+        return f"Triton {found} is too old; it takes {OLDEST[0]}.{OLDEST[1]} or later"
     return None
 
 
