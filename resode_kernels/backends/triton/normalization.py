@@ -154,7 +154,8 @@ def load_normalization(
 ):
     """μ, r = 1/√(v + ε), γ and β of the tile's channels. r is rounded correctly: all values of a
     channel share its error."""
-    v = load_channel(variance, channel, channels, 1.0, ACCUMULATOR) + epsilon
+    v = load_channel(variance, channel, channels, 1.0, ACCUMULATOR)
+    v += tl.full([], epsilon, ACCUMULATOR)
     if v.dtype == tl.float64:
         r = 1 / tl.sqrt(v)
     else:
@@ -179,9 +180,8 @@ def normalized_kernel(
         POSITIONS, CHANNELS,
     )  # fmt: skip
     mu, r, scale, shift = load_normalization(
-        mean, variance, gamma, beta, tl.full([], epsilon, ACCUMULATOR), channel, channels,
-        ACCUMULATOR,
-    )  # fmt: skip
+        mean, variance, gamma, beta, epsilon, channel, channels, ACCUMULATOR
+    )
     u = scale * ((tl.load(z + offsets, mask=mask).to(ACCUMULATOR) - mu) * r) + shift
     if ACTIVATION is not None:
         u, _ = activate(u, ACTIVATION)
@@ -225,9 +225,8 @@ def vjp_sums_kernel(
     program, programs = tl.program_id(0), tl.num_programs(0)
     channel = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
     mu, r, scale, shift = load_normalization(
-        mean, variance, gamma, beta, tl.full([], epsilon, ACCUMULATOR), channel, channels,
-        ACCUMULATOR,
-    )  # fmt: skip
+        mean, variance, gamma, beta, epsilon, channel, channels, ACCUMULATOR
+    )
     sums = tl.zeros([CHANNELS], ACCUMULATOR)
     products = tl.zeros([CHANNELS], ACCUMULATOR)
     for tile in range(program, tiles, programs):
@@ -257,9 +256,8 @@ def vjp_kernel(
         POSITIONS, CHANNELS,
     )  # fmt: skip
     mu, r, scale, shift = load_normalization(
-        mean, variance, gamma, beta, tl.full([], epsilon, ACCUMULATOR), channel, channels,
-        ACCUMULATOR,
-    )  # fmt: skip
+        mean, variance, gamma, beta, epsilon, channel, channels, ACCUMULATOR
+    )
     g, normal = vjp_tile(d, z, offsets, mask, mu, r, scale, shift, ACTIVATION, ACCUMULATOR)
     if d_beta is not None:
         mean_g = load_channel(d_beta, channel, channels, 0.0, ACCUMULATOR) / count
