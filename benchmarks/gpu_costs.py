@@ -26,7 +26,6 @@ the gain of the kernels. Writes gpu_costs.csv.
 from __future__ import annotations
 
 import argparse
-import csv
 import os
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, replace
@@ -35,6 +34,7 @@ from pathlib import Path
 os.environ.setdefault("TRITON_INTERPRET", "1")  # before Triton is imported
 
 import torch
+from measure import write_csv
 from passes import Case, kernels, minimum, plan, size, standard
 from tqdm import tqdm
 from traffic import Launch
@@ -320,13 +320,8 @@ def main() -> None:
             tqdm.write("\n".join([describe(case), table(rows), *notes(rows), *misfits, ""]))
     if not results:
         return
-    args.out.mkdir(parents=True, exist_ok=True)
     path = args.out / "gpu_costs.csv"
-    with path.open("w", newline="") as file:
-        lines = [asdict(row) for row in results]
-        writer = csv.DictWriter(file, lines[0])
-        writer.writeheader()
-        writer.writerows(lines)
+    write_csv(path, [asdict(row) for row in results])
     print(f"Wrote {path}")
 
 

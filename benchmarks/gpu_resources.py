@@ -11,7 +11,6 @@ needs more shared memory than a block may have or, in its default tile, spills r
 from __future__ import annotations
 
 import argparse
-import csv
 import multiprocessing
 from collections.abc import Iterable
 from concurrent.futures import ProcessPoolExecutor, as_completed
@@ -20,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from gpu_cases import Case, cases
+from measure import write_csv
 from offline import Launch, offline
 from resources import resources
 from targets import TARGETS
@@ -136,15 +136,6 @@ def table(rows: list[Row]) -> str:
     )
 
 
-def write(rows: list[Row], path: Path) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, [field.name for field in fields(Row)])
-        writer.writeheader()
-        writer.writerows(asdict(row) for row in rows)
-    print(f"\nWrote {path}")
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -161,7 +152,8 @@ def main() -> None:
 
     result = measure_all(cases(args.quick), args.targets, args.workers)
     print(table(result.rows))
-    write(result.rows, args.output)
+    write_csv(args.output, [asdict(row) for row in result.rows])
+    print(f"\nWrote {args.output}")
     if result.failures:
         raise SystemExit("\n".join(["", *result.failures]))
 

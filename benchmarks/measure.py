@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import csv
 import ctypes
 import gc
 import multiprocessing
 import platform
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -31,6 +33,15 @@ def machine(device: str = "cpu") -> str:
     except (OSError, StopIteration):
         pass
     return f"{name}, {torch.get_num_threads()} threads, torch {torch.__version__}"
+
+
+def write_csv(path: Path, rows: Sequence[dict[str, Any]]) -> None:
+    """Makes the folder, too."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, rows[0])
+        writer.writeheader()
+        writer.writerows(rows)
 
 
 # ---------------------------------------------------------------------------------------- memory

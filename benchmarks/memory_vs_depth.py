@@ -12,7 +12,6 @@ memory_vs_depth.csv and memory_vs_depth.png.
 from __future__ import annotations
 
 import argparse
-import csv
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -22,7 +21,7 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import torch
 from matplotlib.ticker import FuncFormatter, NullFormatter
-from measure import in_fresh_process, interleaved, machine, peak_memory
+from measure import in_fresh_process, interleaved, machine, peak_memory, write_csv
 from networks import (
     CHANNELS_LAST,
     CHECKPOINT,
@@ -253,14 +252,10 @@ def main() -> None:
     points = measure(config, depths)
     print(table(points))
 
-    args.out.mkdir(parents=True, exist_ok=True)
     name = "memory_vs_depth" + ("" if args.stage == "mlp" else f"_{args.stage}")
     csv_path, png_path = args.out / f"{name}.csv", args.out / f"{name}.png"
-    with csv_path.open("w", newline="") as file:
-        rows = [{**asdict(config), **asdict(p), "machine": machine(config.device)} for p in points]
-        writer = csv.DictWriter(file, rows[0])
-        writer.writeheader()
-        writer.writerows(rows)
+    about = {"machine": machine(config.device)}
+    write_csv(csv_path, [{**asdict(config), **asdict(p), **about} for p in points])
     plot(points, config, png_path)
     print(f"\nWrote {csv_path} and {png_path}")
 

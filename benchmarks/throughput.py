@@ -15,13 +15,12 @@ formula's operations: the kernels of the convolutions need fewer, and may exceed
 from __future__ import annotations
 
 import argparse
-import csv
 import statistics
 from dataclasses import asdict
 from pathlib import Path
 
 import torch
-from measure import interleaved, machine, peak_rate
+from measure import interleaved, machine, peak_rate, write_csv
 from memory_vs_depth import compare_gradients
 from networks import NETWORKS, WEIGHTS, Config, make_network
 from tqdm import tqdm
@@ -106,12 +105,8 @@ def main() -> None:
     base = " / ".join(kind.baselines)
     print(f"\nEach cell: time per training step, speed relative to {base}, rate / peak")
 
-    args.out.mkdir(parents=True, exist_ok=True)
     path = args.out / f"throughput{'' if args.stage == 'mlp' else '_' + args.stage}.csv"
-    with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, rows[0])
-        writer.writeheader()
-        writer.writerows(rows)
+    write_csv(path, rows)
     print(f"Wrote {path}")
 
 
