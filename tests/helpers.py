@@ -8,10 +8,13 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 import resode_kernels as rk
 from resode_kernels import reference
+from resode_kernels.backends import reference as engine
+from resode_kernels.problem import Problem
 
 RULES: list[dict[str, Any]] = [
     {"reverse": "paper"},
@@ -114,6 +117,78 @@ def relative_error(a: Tensor | np.ndarray, b: Tensor | np.ndarray) -> float:
     """‖a − b‖/‖b‖, in at least b's precision."""
     a, b = (np.asarray(t.to(torch.float64) if isinstance(t, Tensor) else t) for t in (a, b))
     return float(np.linalg.norm((a - b).ravel()) / max(np.linalg.norm(b.ravel()), 1e-300))
+
+
+def problem_of(stage: rk.Stage) -> Problem:
+    """What a backend gets of a stage."""
+    method = stage.how.method(stage.depth)
+    if isinstance(stage, rk.ConvStage):
+        parameters = [
+            tensor
+            for block in stage.blocks
+            for conv, bn in block.layers
+            for tensor in (
+                conv.weight,
+                bn.weight,
+                bn.bias,
+                *((None, None) if bn.training else (bn.running_mean, bn.running_var)),
+            )
+        ]
+        block = stage.blocks[0]
+        layers, epsilon = len(block.layers), block.bn1.eps
+        return Problem("conv", stage.activation, tuple(parameters), method, layers, epsilon)
+    if isinstance(stage, rk.LinearStage):
+        return Problem("linear", "identity", (stage.weight,), method)
+    return Problem("mlp", stage.activation, (stage.w1, stage.b1, stage.w2, stage.b2), method)
+
+
+def in_dtype(dtype: torch.dtype) -> engine.Kit:
+    """Plain PyTorch with products in a dtype, differentiated by autograd."""
+
+    def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        return F.linear(x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype))
+
+    def mlp(x: Tensor, activation: str, *theta: Tensor) -> Tensor:
+        w1, b1, w2, b2 = theta
+        return linear(getattr(F, activation)(linear(x, w1, b1)), w2, b2).to(x.dtype)
+
+    def conv(x: Tensor, activation: str, epsilon: float, *theta: Tensor) -> Tensor:
+        u = x
+        for i in range(0, len(theta), 3):
+            weight, gamma, beta = theta[i : i + 3]
+            z = F.conv2d(getattr(F, activation)(u).to(dtype), weight.to(dtype), padding="same")
+            u = F.batch_norm(z, None, None, gamma, beta, training=True, eps=epsilon)
+        return u.to(x.dtype)
+
+    class Conv(reference.Function):
+        def linearize(self, x: Tensor, k: int, wrt_x: bool = True) -> Any:
+            y, pullback = super().linearize(x, k, wrt_x)
+
+            def padded(g: Tensor) -> Any:
+                gx, grads = pullback(g)
+                return gx, sum(
+                    ((*grads[i : i + 3], None, None) for i in range(0, len(grads), 3)), ()
+                )
+
+            return y, padded
+
+    def leaf(t: Tensor) -> Tensor:
+        return t.detach().requires_grad_()
+
+    return engine.Kit(
+        mlp=lambda activation, *theta: reference.Function(
+            lambda x, *theta: mlp(x, activation, *theta), *map(leaf, theta)
+        ),
+        linear=lambda weight: reference.Function(
+            lambda x, weight: linear(x, weight).to(x.dtype), leaf(weight)
+        ),
+        conv=lambda activation, epsilon, layers, _: Conv(
+            lambda x, *theta: conv(x, activation, epsilon, *theta),
+            *(leaf(t) for layer in layers for t in layer[:3]),
+        ),
+        combine=reference.combine,
+        widens=True,
+    )
 
 
 # ------------------------------------------------------------------- more precise than float64

@@ -14,17 +14,17 @@ from helpers import (
     assert_as_accurate_as_pytorch,
     by,
     gradients,
+    in_dtype,
     make_stage,
     name,
+    problem_of,
     relative_error,
 )
 from torch import Tensor
-from torch.nn import functional as F
 
 import resode_kernels as rk
-from resode_kernels import backends, reference
+from resode_kernels import backends
 from resode_kernels.backends import reference as engine
-from resode_kernels.problem import Problem
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
@@ -48,14 +48,6 @@ def inputs(rows: int = ROWS, dim: int = DIM, **options: Any) -> Tensor:
 
 def stage_of(block: str, *sizes: int, **options: Any) -> rk.Stage:
     return make_stage(block, *(sizes or (DIM, HIDDEN, DEPTH)), device=DEVICE, **options)
-
-
-def problem_of(made: rk.Stage) -> Problem:
-    """What a backend gets of a stage."""
-    linear = isinstance(made, rk.LinearStage)
-    tensors = (made.weight,) if linear else (made.w1, made.b1, made.w2, made.b2)
-    block, activation = ("linear", "identity") if linear else ("mlp", made.activation)
-    return Problem(block, activation, tensors, made.how.method(made.depth))
 
 
 # ---------------------------------------------------------------------------------------- accuracy
@@ -96,45 +88,9 @@ def test_odd_shapes(shape: tuple[int, int, int], nan_memory: None) -> None:
     assert_as_accurate_as_pytorch(made, *inputs(rows, dim), TRITON)
 
 
-class HalfMLP(reference.MLP):
-    """As anyone would write it with 16-bit weights and a float32 residual stream."""
-
-    def f(self, x: Tensor, k: int) -> Tensor:
-        u = self.sigma(F.linear(x.to(self.w1.dtype), self.w1, self.b1))
-        return F.linear(u, self.w2, self.b2).float()
-
-    def linearize(self, x: Tensor, k: int, wrt_x: bool = True) -> Any:
-        half = self.w1.dtype
-        x = x.to(half)
-        z = F.linear(x, self.w1, self.b1)
-        u = self.sigma(z)
-
-        def pullback(g: Tensor) -> Any:
-            g = g.to(half)
-            dz = (g @ self.w2) * self.slope(z)
-            grads = (dz.T @ x, dz.sum(0), g.T @ u, g.sum(0))
-            return (dz @ self.w1).float(), tuple(t.float() for t in grads)
-
-        return F.linear(u, self.w2, self.b2).float(), pullback
-
-
-class HalfLinear(reference.Linear):
-    def f(self, x: Tensor, k: int) -> Tensor:
-        return super().f(x.to(self.weight.dtype), k).float()
-
-    def linearize(self, x: Tensor, k: int, wrt_x: bool = True) -> Any:
-        y, pullback = super().linearize(x.to(self.weight.dtype), k)
-
-        def widened(g: Tensor) -> Any:
-            gx, (grad,) = pullback(g.to(self.weight.dtype))
-            return gx.float(), (grad.float(),)
-
-        return y.float(), widened
-
-
-def in_half_precision(monkeypatch: pytest.MonkeyPatch) -> Run:
+def in_half_precision(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> Run:
     """The reference with every product in the dtype of the weights."""
-    kit = engine.Kit(HalfMLP, HalfLinear, reference.Conv, reference.combine, widens=False)
+    kit = in_dtype(dtype)
 
     def run(made: rk.Stage, x: Tensor, g: Tensor) -> list[Tensor]:
         with monkeypatch.context() as patch:
@@ -159,7 +115,7 @@ def test_half_precision_weights(
 ) -> None:
     made = stage_of(block, dtype=storage, scheme="heun", **options)
     x, g = inputs(dtype=x_dtype or storage)
-    assert_as_accurate_as_pytorch(made, x, g, TRITON, in_half_precision(monkeypatch))
+    assert_as_accurate_as_pytorch(made, x, g, TRITON, in_half_precision(storage, monkeypatch))
 
 
 def test_the_residual_stream_is_float32_in_bfloat16_networks() -> None:
@@ -447,7 +403,11 @@ def test_a_missing_or_old_triton_is_told(monkeypatch: pytest.MonkeyPatch) -> Non
         patch.setattr(backends.triton, "installed", lambda: "3.1.0")
         refused(r"Triton 3\.1\.0 is too old; it takes 3\.\d or later")
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    refused("Triton is not installed; `pip install triton`")
+    backends.triton.installed.cache_clear()
+    try:
+        refused("Triton is not installed; `pip install triton`")
+    finally:
+        backends.triton.installed.cache_clear()
 
 
 def test_the_package_does_without_triton() -> None:

@@ -19,10 +19,12 @@ from helpers import (
     assert_as_accurate_as_pytorch,
     assert_error,
     gradients,
+    in_dtype,
     long,
     make_conv_stage,
     make_stage,
     name,
+    problem_of,
     relative_error,
 )
 from torch import Tensor, nn
@@ -432,28 +434,6 @@ def test_half_precision_is_normalized_in_float32() -> None:
 # ---------------------------------------------------------------------------------------- stages
 
 
-def problem_of(stage: rk.Stage) -> Problem:
-    method = stage.how.method(stage.depth)
-    if isinstance(stage, rk.ConvStage):
-        parameters = [
-            tensor
-            for block in stage.blocks
-            for conv, bn in block.layers
-            for tensor in (
-                conv.weight,
-                bn.weight,
-                bn.bias,
-                *((None, None) if bn.training else (bn.running_mean, bn.running_var)),
-            )
-        ]
-        block = stage.blocks[0]
-        layers, epsilon = len(block.layers), block.bn1.eps
-        return Problem("conv", stage.activation, tuple(parameters), method, layers, epsilon)
-    if isinstance(stage, rk.LinearStage):
-        return Problem("linear", "identity", (stage.weight,), method)
-    return Problem("mlp", stage.activation, (stage.w1, stage.b1, stage.w2, stage.b2), method)
-
-
 def passes(
     forward: Callable[..., None], reverse: Callable[..., None], problem: Problem
 ) -> Callable[[Tensor, Tensor], tuple[Tensor, list[Tensor | None], Tensor]]:
@@ -487,55 +467,6 @@ def by_kit(kit: engine.Kit | None = None) -> Run:
         return [y, *(t for t in gradients if t is not None)]
 
     return run
-
-
-def in_dtype(dtype: torch.dtype) -> engine.Kit:
-    """Plain PyTorch with products in a dtype, differentiated by autograd."""
-
-    def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        return F.linear(x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype))
-
-    def mlp(x: Tensor, activation: str, *theta: Tensor) -> Tensor:
-        w1, b1, w2, b2 = theta
-        return linear(getattr(F, activation)(linear(x, w1, b1)), w2, b2).to(x.dtype)
-
-    def conv(x: Tensor, activation: str, epsilon: float, *theta: Tensor) -> Tensor:
-        u = x
-        for i in range(0, len(theta), 3):
-            weight, gamma, beta = theta[i : i + 3]
-            z = F.conv2d(getattr(F, activation)(u).to(dtype), weight.to(dtype), padding="same")
-            u = F.batch_norm(z, None, None, gamma, beta, training=True, eps=epsilon)
-        return u.to(x.dtype)
-
-    class Conv(reference.Function):
-        def linearize(self, x: Tensor, k: int, wrt_x: bool = True) -> Any:
-            y, pullback = super().linearize(x, k, wrt_x)
-
-            def padded(g: Tensor) -> Any:
-                gx, grads = pullback(g)
-                return gx, sum(
-                    ((*grads[i : i + 3], None, None) for i in range(0, len(grads), 3)), ()
-                )
-
-            return y, padded
-
-    def leaf(t: Tensor) -> Tensor:
-        return t.detach().requires_grad_()
-
-    return engine.Kit(
-        mlp=lambda activation, *theta: reference.Function(
-            lambda x, *theta: mlp(x, activation, *theta), *map(leaf, theta)
-        ),
-        linear=lambda weight: reference.Function(
-            lambda x, weight: linear(x, weight).to(x.dtype), leaf(weight)
-        ),
-        conv=lambda activation, epsilon, layers, _: Conv(
-            lambda x, *theta: conv(x, activation, epsilon, *theta),
-            *(leaf(t) for layer in layers for t in layer[:3]),
-        ),
-        combine=reference.combine,
-        widens=True,
-    )
 
 
 @pytest.mark.parametrize("scheme", ["euler", "heun"])
