@@ -403,11 +403,8 @@ def test_a_missing_or_old_triton_is_told(monkeypatch: pytest.MonkeyPatch) -> Non
         patch.setattr(backends.triton, "installed", lambda: "3.1.0")
         refused(r"Triton 3\.1\.0 is too old; it takes 3\.\d or later")
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    backends.triton.installed.cache_clear()
-    try:
-        refused("Triton is not installed; `pip install triton`")
-    finally:
-        backends.triton.installed.cache_clear()
+    monkeypatch.setattr(backends.triton, "_found", backends.triton._find())
+    refused("Triton is not installed; `pip install triton`")
 
 
 def test_the_package_does_without_triton() -> None:

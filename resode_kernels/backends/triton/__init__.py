@@ -14,7 +14,6 @@ is imported when something is to run.
 
 from __future__ import annotations
 
-import functools
 import importlib.util
 import os
 import re
@@ -30,15 +29,21 @@ from ...problem import Problem
 OLDEST = (3, 8)
 
 
-@functools.cache  # asked with every call of a stage, and slow to find out
-def installed() -> str | None:
-    """Triton's version, if it is there."""
+def _find() -> str | None:
     if importlib.util.find_spec("triton") is None:
         return None
     for name in ("triton", "pytorch-triton-rocm", "triton-rocm", "triton-windows"):
         with suppress(PackageNotFoundError):
             return version(name)
     return "of unknown version"
+
+
+_found = _find()  # once: every call of a stage asks
+
+
+def installed() -> str | None:
+    """Triton's version, if it is there."""
+    return _found
 
 
 def unavailable() -> str | None:
