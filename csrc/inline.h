@@ -3,4 +3,8 @@
 #pragma once
 
 #define RESODE_ALWAYS __attribute__((always_inline))  // behind a lambda's parameters
-#define RESODE_INLINE inline RESODE_ALWAYS            // before a function
+#if defined(__CUDACC__)
+#define RESODE_INLINE __host__ __device__ __forceinline__  // before a function
+#else
+#define RESODE_INLINE inline RESODE_ALWAYS
+#endif

@@ -1,17 +1,10 @@
-// The Python module `_C`: checks nothing, allocates nothing, knows no torch. Callers pass addresses
-// of contiguous memory that they keep alive; the GIL is released while kernels run.
+// The Python module `_C`: checks nothing, allocates nothing, knows no torch. The GIL is released
+// while kernels run.
 
-#include <pybind11/pybind11.h>
-#include <pybind11/stl.h>
-
-#include <array>
-#include <stdexcept>
 #include <string>
 #include <vector>
 
-#include "stage.h"
-
-namespace py = pybind11;
+#include "bindings.h"
 
 namespace resode {
 
@@ -67,113 +60,12 @@ void select(const std::string& name) {
                         "' cannot be used here; this build and processor have: " + known);
 }
 
-// The place of `name` among the names of an enum, given in its order.
-template <class Enum>
-Enum parse(const std::string& name, std::initializer_list<const char*> names) {
-  int i = 0;
-  for (const char* candidate : names) {
-    if (name == candidate) return Enum(i);
-    ++i;
-  }
-  throw py::value_error("unknown name '" + name + "'");
-}
-
-// The structs that kernels take, with the tables they point to.
-struct PyStage : Stage {
-  std::vector<void*> table;
-};
-struct PyReverse : Reverse {
-  std::vector<void*> table;
-};
-
-// A table of all blocks' tensors, from the addresses of the first block's and the bytes from one
-// block to the next; without those, all addresses are given.
-std::vector<void*> make_table(const std::vector<uintptr_t>& addresses,
-                              const std::vector<int64_t>& strides, int64_t blocks) {
-  std::vector<void*> table;
-  if (strides.empty()) {
-    for (uintptr_t address : addresses) table.push_back(reinterpret_cast<void*>(address));
-    return table;
-  }
-  table.reserve(blocks * addresses.size());
-  for (int64_t n = 0; n < blocks; ++n)
-    for (size_t k = 0; k < addresses.size(); ++k)
-      table.push_back(addresses[k] ? reinterpret_cast<void*>(addresses[k] + n * strides[k])
-                                   : nullptr);
-  return table;
-}
-
-PyStage make_stage(const std::string& block, const std::string& activation,
-                   const std::string& scheme, int64_t steps, double step, bool tied, int64_t rows,
-                   int64_t dim, int64_t hidden, int64_t height, int64_t width,
-                   const std::vector<std::array<int64_t, 3>>& convolutions, double epsilon,
-                   const std::string& stream, const std::string& storage,
-                   const std::vector<uintptr_t>& parameters, const std::vector<int64_t>& strides,
-                   int64_t keep_every, int threads) {
-  PyStage s{};
-  s.block = parse<Block>(block, {"mlp", "linear", "conv"});
-  s.activation = parse<Activation>(activation, {"identity", "relu", "tanh", "gelu", "silu"});
-  s.scheme = parse<Scheme>(scheme, {"euler", "heun"});
-  s.steps = steps;
-  s.step = step;
-  s.tied = tied;
-  s.rows = rows;
-  s.dim = dim;
-  s.hidden = hidden;
-  s.stream = parse<DType>(stream, {"float32", "float64"});
-  s.storage = parse<DType>(storage, {"float32", "float64", "float16", "bfloat16"});
-  s.height = height;
-  s.width = width;
-  for (const auto& [in, out, size] : convolutions)
-    if (s.layers < kMaxLayers) s.convolutions[s.layers++] = {in, out, int(size)};
-  s.epsilon = epsilon;
-  s.table = make_table(parameters, strides, s.blocks());
-  s.count = int(s.table.size() / s.blocks());
-  s.parameters = s.table.data();
-  s.keep_every = keep_every;
-  s.threads = threads;
-  return s;
-}
-
-PyReverse make_reverse(const std::string& rule, int order, uintptr_t start, uintptr_t anchors,
-                       uintptr_t cotangent, uintptr_t grad_x,
-                       const std::vector<uintptr_t>& gradients, const std::vector<int64_t>& strides,
-                       int64_t blocks) {
-  PyReverse r{};
-  r.rule = parse<Rule>(rule, {"exact", "paper", "refined", "predicted"});
-  r.order = order;
-  r.start = reinterpret_cast<const void*>(start);
-  r.anchors = reinterpret_cast<const void*>(anchors);
-  r.cotangent = reinterpret_cast<const void*>(cotangent);
-  r.grad_x = reinterpret_cast<void*>(grad_x);
-  r.table = make_table(gradients, strides, blocks);
-  r.gradients = r.table.data();
-  return r;
-}
-
 }  // namespace
 
 PYBIND11_MODULE(_C, m) {
   m.doc() = "Fused CPU kernels of resode_kernels. See resode_kernels/backends/cpp.py.";
 
-  py::class_<PyStage>(m, "Stage")
-      .def(py::init(&make_stage), py::kw_only(), py::arg("block"), py::arg("activation"),
-           py::arg("scheme"), py::arg("steps"), py::arg("step"), py::arg("tied"), py::arg("rows"),
-           py::arg("dim"), py::arg("hidden"), py::arg("height"), py::arg("width"),
-           py::arg("convolutions"), py::arg("epsilon"), py::arg("stream"), py::arg("storage"),
-           py::arg("parameters"), py::arg("strides"), py::arg("keep_every"), py::arg("threads"));
-
-  py::class_<Forward>(m, "Forward")
-      .def(py::init([](uintptr_t x, uintptr_t y, uintptr_t anchors, uintptr_t statistics) {
-             return Forward{reinterpret_cast<const void*>(x), reinterpret_cast<void*>(y),
-                            reinterpret_cast<void*>(anchors), reinterpret_cast<void*>(statistics)};
-           }),
-           py::kw_only(), py::arg("x"), py::arg("y"), py::arg("anchors"), py::arg("statistics"));
-
-  py::class_<PyReverse>(m, "Reverse")
-      .def(py::init(&make_reverse), py::kw_only(), py::arg("rule"), py::arg("order"),
-           py::arg("start"), py::arg("anchors"), py::arg("cotangent"), py::arg("grad_x"),
-           py::arg("gradients"), py::arg("strides"), py::arg("blocks"));
+  bind_structs(m);
 
   const auto no_gil = py::call_guard<py::gil_scoped_release>();
   m.def("workspace_bytes",

@@ -1,0 +1,47 @@
+// Where kernels run, and their launches: never a synchronization, never an allocation, so that a
+// stream that is captured into a graph takes them, too.
+
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cstddef>
+#include <stdexcept>
+#include <string>
+#include <tuple>
+
+namespace resode {
+
+// A GPU as far as launches depend on it, and the stream to launch on.
+struct Gpu {
+  int index;
+  int processors;        // streaming multiprocessors
+  size_t shared_memory;  // bytes that a thread block may have
+  size_t cache;          // bytes of the last cache before DRAM
+  bool tf32;             // products of float32 numbers may be made in TF32
+  cudaStream_t stream;
+};
+
+inline void check(cudaError_t error, const char* doing) {
+  if (error != cudaSuccess)
+    throw std::runtime_error(std::string("CUDA: ") + doing + ": " + cudaGetErrorString(error));
+}
+
+template <class... Parameters, class... Arguments>
+void launch(const Gpu& gpu, void (*kernel)(Parameters...), dim3 blocks, int threads, size_t shared,
+            Arguments... arguments) {
+  std::tuple<Parameters...> values(arguments...);  // of the types that the kernel takes
+  check(cudaSetDevice(gpu.index), "selecting the device");
+  check(cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel),
+                             cudaFuncAttributeMaxDynamicSharedMemorySize, int(shared)),
+        "reserving shared memory");
+  std::apply(
+      [&](auto&... value) {
+        void* table[] = {&value...};
+        check(cudaLaunchKernel(kernel, blocks, dim3(threads), table, shared, gpu.stream),
+              "launching a kernel");
+      },
+      values);
+}
+
+}  // namespace resode
