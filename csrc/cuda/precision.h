@@ -21,6 +21,7 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
+#include <cstring>
 #include <type_traits>
 
 #include "ptx.h"
@@ -182,13 +183,18 @@ struct Tf32 {
 
 // ------------------------------------------------------------------------------- float16, bfloat16
 
+// Two numbers in one register, rounded.
 __device__ __forceinline__ uint32_t pack(float low, float high, __half) {
   const __half2 pair = __floats2half2_rn(low, high);
-  return *reinterpret_cast<const uint32_t*>(&pair);
+  uint32_t bits;
+  memcpy(&bits, &pair, 4);
+  return bits;
 }
 __device__ __forceinline__ uint32_t pack(float low, float high, __nv_bfloat16) {
   const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
-  return *reinterpret_cast<const uint32_t*>(&pair);
+  uint32_t bits;
+  memcpy(&bits, &pair, 4);
+  return bits;
 }
 
 template <class T>
