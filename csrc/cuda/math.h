@@ -60,8 +60,6 @@ template <int V>
 __device__ __forceinline__ void activate(Activation activation, const float (&z)[V],
                                          float (&value)[V], float (&slope)[V]) {
   switch (activation) {
-    case Activation::identity:
-      return activate_by<Identity>(z, value, slope);
     case Activation::relu:
       return activate_by<Relu>(z, value, slope);
     case Activation::tanh:
@@ -70,7 +68,10 @@ __device__ __forceinline__ void activate(Activation activation, const float (&z)
       return activate_by<Gelu>(z, value, slope);
     case Activation::silu:
       return activate_by<Silu>(z, value, slope);
+    case Activation::identity:
+      break;
   }
+  activate_by<Identity>(z, value, slope);
 }
 
 __device__ __forceinline__ void activate(Activation activation, float z, float& value,
