@@ -20,7 +20,6 @@ namespace {
 struct Sum {
   Array out;
   int64_t elements;
-  Activation activation;
   int count;
   Term terms[kMaxTerms];
 };
@@ -37,7 +36,7 @@ __device__ __forceinline__ void add_up(const Sum& sum, int64_t i) {
     if (term.x.at) {
       float x[V], value[V], slope[V];
       read(term.x, i, x);
-      activate(sum.activation, x, value, slope);
+      activate(term.activation, x, value, slope);
 #pragma unroll
       for (int k = 0; k < V; ++k) y[k] *= slope[k];
     }
@@ -59,16 +58,14 @@ __global__ void __launch_bounds__(kThreads) combine_kernel(const Sum sum) {
 
 }  // namespace
 
-void combine(const Gpu& gpu, Array out, int64_t elements, std::span<const Term> terms,
-             Activation activation) {
-  if (elements == 0) return;
-  Sum sum{out, elements, activation, int(terms.size()), {}};
+void combine(const Gpu& gpu, Array out, int64_t elements, std::span<const Term> terms) {
+  Sum sum{out, elements, int(terms.size()), {}};
   std::copy(terms.begin(), terms.end(), sum.terms);
   bool aligned = true;
   for (const Term& term : terms) aligned &= lanes_of(4, {out, term.y, term.x}) == 4;
   const int64_t per_block = kThreads * (aligned ? 4 : 1);
   const int64_t blocks = (elements + per_block - 1) / per_block;
-  const dim3 grid(unsigned(std::min<int64_t>(blocks, kBlocksPerProcessor * gpu.processors)));
+  const dim3 grid(unsigned(std::clamp<int64_t>(blocks, 1, kBlocksPerProcessor * gpu.processors)));
   launch(gpu, aligned ? combine_kernel<4> : combine_kernel<1>, grid, kThreads, 0, sum);
 }
 
@@ -104,7 +101,6 @@ __global__ void __launch_bounds__(kThreads)
 
 void apply_activation(const Gpu& gpu, const Rows& rows, Array out, Array z, Array bias, Array d,
                       Activation activation) {
-  if (rows.elements() == 0) return;
   const Tiles tiles(rows, lanes_of(rows.adjoining(), {out, z, d}));
   with_lanes(tiles.lanes, [&](auto lanes) {
     launch(gpu, activation_kernel<lanes.value>, tiles.grid(gpu), kThreads, 0, out, z, bias, d,

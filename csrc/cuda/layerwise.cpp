@@ -10,12 +10,13 @@
 namespace resode {
 namespace {
 
-// In Python: a tensor is (address, dtype), of which the address is 0 where there is none; rows are
-// (groups, positions, channels, channels_adjoin); a term is (a, y, x); and a normalization is
-// (mean, variance, gamma, beta, epsilon).
+// In Python a tensor is (address, dtype), with the address 0 where there is none.
 using PyArray = std::pair<uintptr_t, std::string>;
+// groups, positions, channels, channels_adjoin
 using PyRows = std::tuple<int64_t, int64_t, int64_t, bool>;
-using PyTerm = std::tuple<double, PyArray, PyArray>;
+// a, y, x, activation
+using PyTerm = std::tuple<double, PyArray, PyArray, std::string>;
+// mean, variance, gamma, beta, epsilon
 using PyNormalization = std::tuple<PyArray, PyArray, PyArray, PyArray, double>;
 
 Array made(const PyArray& array) {
@@ -30,8 +31,8 @@ Rows made(const PyRows& rows) {
 }
 
 Term made(const PyTerm& term) {
-  const auto& [a, y, x] = term;
-  return {float(a), made(y), made(x)};
+  const auto& [a, y, x, activation] = term;
+  return {float(a), made(y), made(x), parse_activation(activation)};
 }
 
 Normalization made(const PyNormalization& by) {
@@ -46,12 +47,12 @@ float* floats(uintptr_t address) { return reinterpret_cast<float*>(address); }
 void bind_layerwise(py::module_& m) {
   m.attr("most_terms") = kMaxTerms;
 
-  m.def("combine", [](const Gpu& gpu, const PyArray& out, int64_t elements,
-                      const std::vector<PyTerm>& terms, const std::string& activation) {
-    std::vector<Term> summands;
-    for (const PyTerm& term : terms) summands.push_back(made(term));
-    combine(gpu, made(out), elements, summands, parse_activation(activation));
-  });
+  m.def("combine",
+        [](const Gpu& gpu, const PyArray& out, int64_t elements, const std::vector<PyTerm>& terms) {
+          std::vector<Term> summands;
+          for (const PyTerm& term : terms) summands.push_back(made(term));
+          combine(gpu, made(out), elements, summands);
+        });
 
   m.def("apply_activation",
         [](const Gpu& gpu, const PyRows& rows, const PyArray& out, const PyArray& z,

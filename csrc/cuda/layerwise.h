@@ -26,7 +26,6 @@ struct Rows {
   int64_t groups, positions, channels;
   bool channels_adjoin;
 
-  int64_t elements() const { return groups * positions * channels; }
   int64_t adjoining() const { return channels_adjoin ? channels : positions; }
 };
 
@@ -36,12 +35,12 @@ struct Rows {
 struct Term {
   float a;
   Array y, x;
+  Activation activation;
 };
 constexpr int kMaxTerms = 5;
 
 // The sum of the terms, which are laid out alike.
-void combine(const Gpu& gpu, Array out, int64_t elements, std::span<const Term> terms,
-             Activation activation);
+void combine(const Gpu& gpu, Array out, int64_t elements, std::span<const Term> terms);
 
 // σ(z + bias), or d σ'(z + bias) if there is a d. The bias has a number per channel.
 void apply_activation(const Gpu& gpu, const Rows& rows, Array out, Array z, Array bias, Array d,

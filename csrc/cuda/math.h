@@ -68,9 +68,10 @@ __device__ __forceinline__ void activate(Activation activation, const float (&z)
       return activate_by<Gelu>(z, value, slope);
     case Activation::silu:
       return activate_by<Silu>(z, value, slope);
-    default:
-      return activate_by<Identity>(z, value, slope);
+    case Activation::identity:
+      break;
   }
+  activate_by<Identity>(z, value, slope);
 }
 
 __device__ __forceinline__ void activate(Activation activation, float z, float& value,

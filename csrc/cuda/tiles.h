@@ -39,9 +39,9 @@ struct Tiles {
     columns = unsigned((channels + channel_threads - 1) / channel_threads);
   }
 
-  // At least one block for a column, and not many more than `blocks` in all.
-  dim3 grid(int blocks) const {
-    return dim3(std::min(count, (blocks + columns - 1) / columns), columns);
+  // At least one block for each column, and not many more than `blocks` in all.
+  dim3 grid(unsigned blocks) const {
+    return dim3(std::clamp((blocks + columns - 1) / columns, 1u, std::max(count, 1u)), columns);
   }
   dim3 grid(const Gpu& gpu) const { return grid(kBlocksPerProcessor * gpu.processors); }
 };

@@ -15,13 +15,18 @@ from ..precision import tf32_allowed
 EMULATED = {"index": 0, "processors": 3, "shared_memory": 99 << 10, "cache": 32 << 20}
 
 
+def module() -> Any:
+    """The compiled kernels, which are there."""
+    return cuda._CUDA
+
+
 def gpu_of(tensor: Tensor) -> Any:
     if tensor.device.type == "cpu":
         facts, stream = EMULATED, 0
     else:
         facts = _facts(tensor.device)
         stream = torch.cuda.current_stream(tensor.device).cuda_stream
-    return cuda._CUDA.Gpu(**facts, tf32=tf32_allowed(), stream=stream)
+    return module().Gpu(**facts, tf32=tf32_allowed(), stream=stream)
 
 
 @functools.cache
