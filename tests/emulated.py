@@ -107,7 +107,7 @@ def write_ninja(
         ninja.variable("flags", [*FLAGS, f"-I{EMULATION / 'include'}"])
         ninja.rule("compile", "$cxx $flags $own -x c++ -c $in -o $out")
         ninja.rule("link", "$cxx $link $in -o $out.new && mv $out.new $out")
-        emulator: list[Unit] = [(EMULATION / "emulator.cpp", []), (EMULATION / "warp.cpp", [])]
+        emulator: list[Unit] = [(EMULATION / name, []) for name in ("emulator.cpp", "warp.cpp")]
         objects = []
         for i, (source, own) in enumerate([*emulator, *((s, [*flags, *f]) for s, f in units)]):
             target = f"{i}_{source.stem}.o"

@@ -134,6 +134,11 @@ Block* running;
 size_t shared_bytes;
 char begin_of_launch, end_of_launch;  // tags
 
+bool same(Place a, Place b) {
+  return a.line() == b.line() &&
+         (a.file_name() == b.file_name() || std::string_view(a.file_name()) == b.file_name());
+}
+
 std::string text(Place place) {
   std::string_view file = place.file_name();
   return std::string(file.substr(file.rfind('/') + 1)) + ":" + std::to_string(place.line());
@@ -202,7 +207,7 @@ void Block::meet(Barrier& barrier, Place place, Together together) {
   self.place = place;
   if (!barrier.waiting.empty()) {
     Place other = barrier.waiting.front()->place;
-    if (place.line() != other.line() || std::strcmp(place.file_name(), other.file_name()) != 0)
+    if (!same(place, other))
       fail("threads meet at different places: " + text(other) + " and " + text(place));
   }
   barrier.waiting.push_back(&self);
