@@ -44,9 +44,13 @@ def build(flags: Sequence[str] = (), sources: Path = CSRC) -> Path:
             units.append((source, []))
     includes = [f"-I{pybind11.get_include()}", f"-I{sysconfig.get_path('include')}"]
     architectures = '-DRESODE_CUDA_ARCHS="\\"emulated\\""'
-    flags = [*flags, *os.environ.get("RESODE_EMULATION_FLAGS", "").split()]
+    flags = [*flags, *more_flags()]
     own = [*flags, *includes, architectures]
     return link(MODULE, units, own, ["-shared", *flags], [sources])
+
+
+def more_flags() -> list[str]:
+    return os.environ.get("RESODE_EMULATION_FLAGS", "").split()
 
 
 def load(path: Path) -> ModuleType:

@@ -21,8 +21,8 @@ PRODUCTS = {"f16": 0, "bf16": 1, "tf32": 2}
 
 @pytest.fixture(scope="module")
 def library() -> ctypes.CDLL:
-    source = emulated.EMULATION / "kernels.cu"
-    return ctypes.CDLL(str(emulated.link("kernels.so", [(source, [])], [], ["-shared"])))
+    source, flags = emulated.EMULATION / "kernels.cu", emulated.more_flags()
+    return ctypes.CDLL(str(emulated.link("kernels.so", [(source, [])], flags, ["-shared", *flags])))
 
 
 @pytest.fixture

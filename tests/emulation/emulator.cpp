@@ -246,7 +246,7 @@ void check_mask(unsigned mask) {
 
 // The block's shared memory: NaNs, and nothing behind it.
 void renew_shared() {
-  if (races_are_watched()) renew(resode_shared, (shared_bytes + kPage - 1) / kPage * kPage);
+  if (races_are_watched()) renew(resode_shared, (shared_bytes / kPage + 1) * kPage);
   if (__asan_unpoison_memory_region) {
     __asan_unpoison_memory_region(resode_shared, sizeof(resode_shared));
     __asan_poison_memory_region(resode_shared + shared_bytes, sizeof(resode_shared) - shared_bytes);
