@@ -1,12 +1,13 @@
-"""Builds the extension module `_C` with ninja.
+"""Builds the extension modules `_C` and `_CUDA` with ninja.
 
-The kernels are compiled once per instruction set and linked into one module that picks the best
-one when it is loaded. Nothing here or in csrc/ needs torch. When the build fails, the package
-installs without the module (its reference backend still works) and remembers why, for
-`python -m resode_kernels info`.
+`_C`: the CPU kernels, compiled once per instruction set and linked into one module that picks the
+best one when it is loaded. `_CUDA`: the CUDA kernels, if there is an nvcc, with the CUDA runtime
+linked statically. Nothing here or in csrc/ needs torch. When a module cannot be built, the package
+installs without it and remembers why, for `python -m resode_kernels info`.
 
-Environment: CXX (compiler), MAX_JOBS (parallel jobs), RESODE_CXXFLAGS (extra compiler flags),
-RESODE_CPP=1 (a failed build is an error).
+Environment: CXX (compiler), MAX_JOBS (parallel jobs), RESODE_CXXFLAGS (extra compiler flags of
+`_C`), CUDA_HOME, RESODE_CUDA_ARCHS (targets of `_CUDA`, e.g. "80;90"), RESODE_CPP=1, RESODE_CUDA=1
+(a module that cannot be built is an error), RESODE_CUDA=0 (`_CUDA` is not built).
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pybind11
 from ninja import ninja_syntax
@@ -28,6 +31,9 @@ from setuptools.command.build_ext import build_ext
 from setuptools.errors import CompileError
 
 ROOT = Path(__file__).resolve().parent
+sys.path.insert(0, str(ROOT / "tools"))
+import nvcc  # noqa: E402
+
 CSRC = ROOT / "csrc"
 REPORT = "build_report.json"
 
@@ -56,8 +62,13 @@ def accepts(compiler: str, *flags: str) -> bool:
         return subprocess.run(command, capture_output=True).returncode == 0
 
 
-def write_ninja(path: Path, target: Path, compiler: str) -> dict[str, object]:
-    """Writes build.ninja for `target`; returns what `info` reports of the build."""
+def bindings() -> list[str]:
+    return [f"-I{pybind11.get_include()}", f"-I{sysconfig.get_path('include')}"]
+
+
+def write_cpp(ninja: ninja_syntax.Writer, target: Path) -> dict[str, Any]:
+    """Writes the rules for `_C`; returns what `info` reports of the build."""
+    compiler = find_compiler()
     openmp = ["-fopenmp"] if accepts(compiler, "-fopenmp") else []
     flags = [
         "-std=c++20",
@@ -71,35 +82,31 @@ def write_ninja(path: Path, target: Path, compiler: str) -> dict[str, object]:
     ]
     flags += openmp + os.environ.get("RESODE_CXXFLAGS", "").split()
     link = ["-bundle", "-undefined", "dynamic_lookup"] if sys.platform == "darwin" else ["-shared"]
-    with path.open("w") as file:
-        ninja = ninja_syntax.Writer(file)
-        ninja.variable("cxx", compiler)
-        ninja.variable("flags", flags)
-        ninja.rule(
-            "compile",
-            "$cxx -MMD -MF $out.d $flags $extra -c $in -o $out",
-            depfile="$out.d",
-            deps="gcc",
-        )
-        ninja.rule("link", "$cxx $flags $link $in -o $out")
-        objects = []
-        for name, isa_flags in INSTRUCTION_SETS.items():
-            objects += ninja.build(
-                f"kernels_{name}.o",
-                "compile",
-                str(CSRC / "cpu" / "kernels.cpp"),
-                variables={"extra": [f"-DRESODE_ISA={name}", *isa_flags]},
-            )
-        includes = [f"-I{pybind11.get_include()}", f"-I{sysconfig.get_path('include')}"]
-        available = [f"-DRESODE_WITH_{name.upper()}" for name in INSTRUCTION_SETS]
+    ninja.variable("cxx", compiler)
+    ninja.variable("flags", flags)
+    ninja.rule(
+        "compile",
+        "$cxx -MMD -MF $out.d $flags $extra -c $in -o $out",
+        depfile="$out.d",
+        deps="gcc",
+    )
+    ninja.rule("link", "$cxx $flags $link $in -o $out")
+    objects = []
+    for name, isa_flags in INSTRUCTION_SETS.items():
         objects += ninja.build(
-            "module.o",
+            f"kernels_{name}.o",
             "compile",
-            str(CSRC / "module.cpp"),
-            variables={"extra": [*includes, *available]},
+            str(CSRC / "cpu" / "kernels.cpp"),
+            variables={"extra": [f"-DRESODE_ISA={name}", *isa_flags]},
         )
-        ninja.build(str(target), "link", objects, variables={"link": link})
-        ninja.close()
+    available = [f"-DRESODE_WITH_{name.upper()}" for name in INSTRUCTION_SETS]
+    objects += ninja.build(
+        "module.o",
+        "compile",
+        str(CSRC / "module.cpp"),
+        variables={"extra": [*bindings(), *available]},
+    )
+    ninja.build(str(target), "link", objects, variables={"link": link})
     version = subprocess.run([*compiler.split(), "--version"], capture_output=True, text=True)
     return {
         "compiler": version.stdout.splitlines()[0] if version.stdout else compiler,
@@ -108,31 +115,88 @@ def write_ninja(path: Path, target: Path, compiler: str) -> dict[str, object]:
     }
 
 
+def write_cuda(ninja: ninja_syntax.Writer, target: Path) -> dict[str, Any]:
+    """Writes the rules for `_CUDA`; returns what `info` reports of the build."""
+    if os.environ.get("RESODE_CUDA") == "0":
+        raise nvcc.NvccError("RESODE_CUDA=0 when the package was installed")
+    cuda = nvcc.find(find_compiler())
+    targets = nvcc.targets(cuda, os.environ.get("RESODE_CUDA_ARCHS", ""))
+    names = ",".join(map(str, targets))
+    ninja.variable("nvcc", cuda.path)
+    ninja.variable("nvcc_flags", [*nvcc.FLAGS, *cuda.host, *bindings()])
+    ninja.variable("generate", f"'{nvcc.generate(targets)}'")
+    ninja.rule(
+        "compile_cuda",
+        "$nvcc -MMD -MF $out.d $nvcc_flags $generate $extra -c $in -o $out",
+        depfile="$out.d",
+        deps="gcc",
+    )
+    ninja.rule("link_cuda", "$nvcc $nvcc_flags $generate -shared -cudart static $in -o $out")
+    objects = []
+    for name, (source, extra) in nvcc.units(CSRC / "cuda").items():
+        extra = [*extra, f"""'-DRESODE_CUDA_ARCHS="{names}"'"""]
+        objects += ninja.build(
+            f"cuda/{name}.o", "compile_cuda", str(source), variables={"extra": extra}
+        )
+    ninja.build(str(target), "link_cuda", objects)
+    return {"nvcc": cuda.version, "path": cuda.path, "architectures": targets}
+
+
+def build(directory: Path, cpp: Path, cuda: Path) -> dict[str, Any]:
+    """Builds what can be built, both modules in one run so that no processor waits; returns the
+    report, which has an "error" for what could not."""
+    for module in (cpp, cuda):
+        module.parent.mkdir(parents=True, exist_ok=True)
+        module.unlink(missing_ok=True)  # what is there after the run was made by it
+    directory.mkdir(parents=True, exist_ok=True)
+    with (directory / "build.ninja").open("w") as file:
+        ninja = ninja_syntax.Writer(file)
+        report = attempt(write_cpp, ninja, cpp)
+        report["cuda"] = attempt(write_cuda, ninja, cuda)
+    jobs = os.environ.get("MAX_JOBS")
+    command = [sys.executable, "-m", "ninja", "-C", str(directory), "-k", "0"]
+    subprocess.run(command + (["-j", jobs] if jobs else []))
+    for module, part in ((cpp, report), (cuda, report["cuda"])):
+        if not module.exists():
+            part.setdefault("error", "the compiler failed; `pip install -v` shows its messages")
+    return report
+
+
+def attempt(
+    write: Callable[[ninja_syntax.Writer, Path], dict[str, Any]],
+    ninja: ninja_syntax.Writer,
+    target: Path,
+) -> dict[str, Any]:
+    try:
+        return write(ninja, target)
+    except (CompileError, nvcc.NvccError) as error:
+        return {"error": str(error)}
+
+
+def tell(kernels: str, error: str, variable: str, instead: str) -> None:
+    """Of kernels that were not built; an error if the user insists on them."""
+    error = f"the {kernels} kernels could not be built: {error}"
+    if os.environ.get(variable) == "1":
+        raise RuntimeError(error)
+    print(f"resode_kernels: {error}. Installing {instead}.", file=sys.stderr)
+
+
 class NinjaBuild(build_ext):
-    def build_extension(self, ext: Extension) -> None:
-        target = Path(self.get_ext_fullpath(ext.name)).resolve()
-        directory = Path(self.build_temp).resolve()
-        for folder in (target.parent, directory):
-            folder.mkdir(parents=True, exist_ok=True)
-        try:
-            report = write_ninja(directory / "build.ninja", target, find_compiler())
-            jobs = os.environ.get("MAX_JOBS")
-            ninja = [sys.executable, "-m", "ninja", "-C", str(directory)]
-            subprocess.run(ninja + (["-j", jobs] if jobs else []), check=True)
-        except (CompileError, OSError, subprocess.CalledProcessError) as error:
-            target.unlink(missing_ok=True)
-            report = {"error": f"the C++ kernels could not be built: {error}"}
-            if os.environ.get("RESODE_CPP") == "1":
-                raise RuntimeError(report["error"]) from error
-            print(
-                f"resode_kernels: {report['error']}. Installing with the slower reference backend; "
-                "install a C++20 compiler and run pip again to get them.",
-                file=sys.stderr,
-            )
-        (target.parent / REPORT).write_text(json.dumps(report, indent=1) + "\n")
+    def build_extensions(self) -> None:
+        modules = [Path(self.get_ext_fullpath(ext.name)).resolve() for ext in self.extensions]
+        report = build(Path(self.build_temp).resolve(), *modules)
+        if "error" in report:
+            instead = "with the slower reference backend; they need a C++20 compiler"
+            tell("C++", report["error"], "RESODE_CPP", instead)
+        if "error" in report["cuda"] and os.environ.get("RESODE_CUDA") != "0":
+            tell("CUDA", report["cuda"]["error"], "RESODE_CUDA", "without them")
+        (modules[0].parent / REPORT).write_text(json.dumps(report, indent=1) + "\n")
 
     def copy_extensions_to_source(self) -> None:
-        """For editable installs: the report goes where the module goes."""
+        """For editable installs: the report goes where the modules go, and those of an earlier
+        build that are no longer built go away."""
+        for ext in self.extensions:
+            Path(self.get_ext_fullpath(ext.name)).unlink(missing_ok=True)
         super().copy_extensions_to_source()
         built = Path(self.build_lib, "resode_kernels", REPORT)
         shutil.copy(built, ROOT / "resode_kernels" / REPORT)
@@ -143,6 +207,9 @@ class NinjaBuild(build_ext):
 
 
 setup(
-    ext_modules=[Extension("resode_kernels._C", sources=[], optional=True)],
+    ext_modules=[
+        Extension("resode_kernels._C", sources=[], optional=True),
+        Extension("resode_kernels._CUDA", sources=[], optional=True),
+    ],
     cmdclass={"build_ext": NinjaBuild},
 )

@@ -11,11 +11,11 @@ root=$(cd "$(dirname "$0")/.." && pwd)
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 
-export CXX=${CXX:-g++} RESODE_CPP=1
+export CXX=${CXX:-g++} RESODE_CPP=1 RESODE_CUDA=0
 flags="-O1 -g -fno-omit-frame-pointer -fsanitize=address,undefined -fno-sanitize-recover=undefined"
 # From a copy: objects of this build must not get into the checkout's.
 mkdir "$work/source"
-cp -r "$root"/{csrc,resode_kernels,setup.py,pyproject.toml,README.md,LICENSE} "$work/source"
+cp -r "$root"/{csrc,resode_kernels,tools,setup.py,pyproject.toml,README.md,LICENSE} "$work/source"
 rm -f "$work"/source/resode_kernels/*.so
 RESODE_CXXFLAGS=$flags python -m pip install -q --no-deps --target "$work" "$work/source"
 

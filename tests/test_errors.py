@@ -78,7 +78,7 @@ def mlp_arguments(**changes: Any) -> dict[str, Any]:
         ({"backend": "cuda"}, rk.BackendUnavailableError, "backend='cuda' is not available"),
         ({"speed": "high"}, TypeError, "unknown option 'speed'; a stage takes scheme, step"),
     ],
-    ids=lambda v: str(v)[:40] if isinstance(v, dict) else None,
+    ids=lambda v: " ".join(v) if isinstance(v, dict) else None,
 )
 def test_functions(changes: dict[str, Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
@@ -208,7 +208,7 @@ class TakesStep(nn.Module):
         ([nn.Tanh()], {"sheme": "heun"}, TypeError, "unknown option 'sheme'; a stage takes scheme"),
         ([nn.Tanh()], {"order": 0}, ValueError, "order must be at least 1, not 0"),
     ],
-    ids=str,
+    ids=lambda v: v if isinstance(v, str) else None,
 )
 def test_residual_stages(
     blocks: Any, options: dict[str, Any], error: type[Exception], message: str

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
 import subprocess
 import sys
+import tarfile
 from pathlib import Path
 from typing import Any
 
+import nvcc
 import pytest
 import torch
 
@@ -77,18 +80,30 @@ def test_instruction_sets_differ_in_speed() -> None:
         assert peaks[-1] > 2 * peaks[0]
 
 
-def install_without_a_compiler(directory: Path, **environment: str) -> Any:
-    """`pip install` of the sources into directory/site, with no compiler to be found."""
+def copy_sources(directory: Path) -> Path:
+    """What a source distribution has, in directory/source."""
     source = directory / "source"
     built = shutil.ignore_patterns("*.so", "build_report.json", "__pycache__")
-    for name in ("csrc", "resode_kernels"):
+    for name in ("csrc", "resode_kernels", "tools"):
         shutil.copytree(ROOT / name, source / name, ignore=built)
-    for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
+    for name in ("setup.py", "pyproject.toml", "MANIFEST.in", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
+    return source
+
+
+def install_without_a_compiler(directory: Path, **environment: str) -> Any:
+    """`pip install` of the sources into directory/site, with no compiler to be found."""
+    source = copy_sources(directory)
     command = [sys.executable, "-m", "pip", "install", "--no-deps", str(source)]
     return subprocess.run(
         [*command, "--target", str(directory / "site")],
-        env={**os.environ, "PATH": str(directory), "CXX": "no-such-compiler", **environment},
+        env={
+            **os.environ,
+            "PATH": str(directory),
+            "CXX": "no-such-compiler",
+            "RESODE_CUDA": "",
+            **environment,
+        },
         cwd=directory,
         capture_output=True,
         text=True,
@@ -123,3 +138,172 @@ def test_a_failed_build_is_an_error_if_the_user_insists(tmp_path: Path) -> None:
     run = install_without_a_compiler(tmp_path, RESODE_CPP="1")
     assert run.returncode != 0
     assert "the C++ kernels could not be built: no C++ compiler found" in run.stderr + run.stdout
+
+
+# ------------------------------------------------------------------------------ the CUDA kernels
+
+
+def fake_nvcc(folder: Path, version: str = "13.0.88", works: bool = True) -> Path:
+    """An nvcc that knows three targets and makes empty objects, of the project's own sources only
+    if it works."""
+    script = folder / "bin" / "nvcc"
+    script.parent.mkdir(parents=True)
+    script.write_text(f"""#!/bin/sh
+case "$*" in
+*--version*) echo "release, V{version}" && exit ;;
+*--list-gpu-code*) printf 'sm_75\\nsm_80\\nsm_90\\n' && exit ;;
+*csrc*) {str(works).lower()} || exit ;;
+esac
+while [ "$1" != -o ] && [ $# -gt 0 ]; do shift; done
+: > "${{2:-probe.o}}"
+""")
+    script.chmod(0o755)
+    return script
+
+
+def test_nvcc_of_cuda_home_comes_before_the_one_on_the_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    home, path = fake_nvcc(tmp_path / "home", "13.1.2"), fake_nvcc(tmp_path / "path", "12.9.1")
+    monkeypatch.setenv("PATH", f"{path.parent}:/usr/bin:/bin")
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path / "home"))
+    assert (nvcc.find().path, nvcc.find().version) == (str(home), "13.1.2")
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path / "nothing here"))
+    assert (nvcc.find().path, nvcc.find().version) == (str(path), "12.9.1")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(nvcc.NvccError, match=r"no nvcc found .*CUDA_HOME.*PATH"):
+        nvcc.find()
+
+
+def test_an_nvcc_that_compiles_nothing_is_quoted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = fake_nvcc(tmp_path)
+    refusal = "*probe*) echo 'error: old gcc' >&2; exit 1 ;;\nesac"
+    script.write_text(script.read_text().replace("esac", refusal))
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path))
+    with pytest.raises(nvcc.NvccError, match="compiles nothing here; it says: error: old gcc"):
+        nvcc.find()
+
+
+def test_the_host_compiler_of_nvcc_is_that_of_the_cpu_kernels(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake_nvcc(tmp_path)
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path))
+    assert nvcc.find().host == ()
+    assert nvcc.find("g++-12").host == ("-ccbin", "g++-12")
+    assert nvcc.find("ccache /opt/g++ -m64").host == ("-ccbin", "/opt/g++")
+
+
+def test_targets_are_those_asked_for_or_those_that_nvcc_knows() -> None:
+    old = nvcc.Nvcc("nvcc", "12.4", known=(75, 80, 86, 89, 90))
+    assert nvcc.targets(old, "") == [80, 86, 89, 90]
+    for asked in ("90;80", "80,90", " 90 80 ", "80; 90;", "80;80;90"):
+        assert nvcc.targets(old, asked) == [80, 90]
+    with pytest.raises(ValueError, match=r"'90;120'.* 12\.4 has no target '120'; it has 75, 80,"):
+        nvcc.targets(old, "90;120")
+    assert nvcc.generate([80, 90]) == "-gencode=arch=compute_80,code=[sm_80,sm_90,compute_80]"
+
+
+def test_fused_kernels_are_compiled_once_per_precision(tmp_path: Path) -> None:
+    for name in ("fused.cu", "fused.cpp", "elementwise.cu", "math.h"):
+        (tmp_path / name).touch()
+    units = nvcc.units(tmp_path)
+    assert sorted(units) == [
+        "elementwise_cu",
+        "fused_bfloat16",
+        "fused_cpp",
+        "fused_float16",
+        "fused_float32",
+        "fused_tf32",
+    ]
+    assert units["fused_tf32"] == (tmp_path / "fused.cu", ["-DRESODE_PRECISION=tf32"])
+
+
+def build_in_place(
+    directory: Path, nvcc_works: bool = True, **environment: str
+) -> tuple[Any, set[str], dict[str, Any]]:
+    """Builds a copy of the sources by compilers that are not real. Returns the run, the modules
+    that are there then, and the report."""
+    source = directory / "source"
+    if not source.exists():
+        copy_sources(directory)
+        fake_nvcc(directory / "cxx")
+        fake_nvcc(directory / "True", works=True)
+        fake_nvcc(directory / "False", works=False)
+    defaults = {
+        "CXX": str(directory / "cxx" / "bin" / "nvcc"),
+        "CUDA_HOME": str(directory / str(nvcc_works)),
+        "RESODE_CPP": "1",
+        "RESODE_CUDA": "",
+        "RESODE_CUDA_ARCHS": "",
+    }
+    run = subprocess.run(
+        [sys.executable, "setup.py", "build_ext", "--inplace"],
+        env={**os.environ, **defaults, **environment},
+        cwd=source,
+        capture_output=True,
+        text=True,
+    )
+    modules = {path.name.split(".")[0] for path in (source / "resode_kernels").glob("*.so")}
+    report = source / "resode_kernels" / "build_report.json"
+    return run, modules, json.loads(report.read_text()) if report.exists() else {}
+
+
+def test_cuda_kernels_are_built_for_the_targets_that_nvcc_knows(tmp_path: Path) -> None:
+    run, modules, report = build_in_place(tmp_path, RESODE_CUDA="1")
+    assert run.returncode == 0, run.stderr
+    assert modules == {"_C", "_CUDA"}
+    path = str(tmp_path / "True" / "bin" / "nvcc")
+    assert report["cuda"] == {"nvcc": "13.0.88", "path": path, "architectures": [80, 90]}
+    assert "code=[sm_80,sm_90,compute_80]" in run.stdout
+    assert "-cudart static" in run.stdout
+
+
+def test_a_failed_cuda_build_takes_nothing_else_down(tmp_path: Path) -> None:
+    build_in_place(tmp_path)
+    run, modules, report = build_in_place(tmp_path, nvcc_works=False, MAX_JOBS="1")
+    assert run.returncode == 0
+    assert modules == {"_C"}  # what the first build made of _CUDA is gone
+    assert "compiler failed" in report["cuda"]["error"]
+    assert "error" not in report
+    (line,) = (line for line in run.stderr.splitlines() if line.startswith("resode_kernels:"))
+    assert "the CUDA kernels could not be built" in line
+
+
+def test_resode_cuda_insists_or_skips(tmp_path: Path) -> None:
+    message = "the CUDA kernels could not be built"
+    run, _, _ = build_in_place(tmp_path, nvcc_works=False, RESODE_CUDA="1")
+    assert run.returncode != 0
+    assert message in run.stderr
+    run, _, _ = build_in_place(
+        tmp_path, RESODE_CUDA="1", CUDA_HOME=str(tmp_path), PATH=str(tmp_path)
+    )
+    assert run.returncode != 0
+    assert f"{message}: no nvcc found" in run.stderr
+    run, modules, report = build_in_place(tmp_path, RESODE_CUDA="0", RESODE_CUDA_ARCHS="no such")
+    assert run.returncode == 0
+    assert modules == {"_C"}
+    assert "RESODE_CUDA=0" in report["cuda"]["error"]
+    assert message not in run.stderr
+
+
+def test_a_target_that_was_asked_for_is_never_left_out(tmp_path: Path) -> None:
+    run, _, _ = build_in_place(tmp_path, RESODE_CUDA_ARCHS="90;120")
+    assert run.returncode != 0
+    assert "RESODE_CUDA_ARCHS='90;120': nvcc 13.0.88 has no target '120'" in run.stderr
+    run, _, report = build_in_place(tmp_path, RESODE_CUDA_ARCHS="90")
+    assert report["cuda"]["architectures"] == [90]
+    assert "code=[sm_90,compute_90]" in run.stdout
+
+
+def test_a_source_distribution_has_all_sources(tmp_path: Path) -> None:
+    command = [sys.executable, "setup.py", "-q", "sdist", "--dist-dir", str(tmp_path)]
+    subprocess.run(command, cwd=copy_sources(tmp_path), check=True, capture_output=True)
+    (archive,) = tmp_path.glob("*.tar.gz")
+    with tarfile.open(archive) as files:
+        names = {name.partition("/")[2] for name in files.getnames()}
+    wanted = [path for path in (ROOT / "csrc").rglob("*") if path.is_file()]
+    assert {str(path.relative_to(ROOT)) for path in wanted} <= names
+    assert {"tools/nvcc.py", "resode_kernels/backends/cpp.py"} <= names

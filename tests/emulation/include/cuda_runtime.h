@@ -4,6 +4,7 @@
 
 #include <math.h>
 
+#include <algorithm>
 #include <bit>
 #include <tuple>
 #include <utility>
@@ -16,6 +17,7 @@
 #define __shared__
 #define __forceinline__ inline __attribute__((always_inline))
 #define __launch_bounds__(...)
+#define __grid_constant__
 #define __align__(bytes) __attribute__((aligned(bytes)))
 
 #define RESODE_VECTORS(type, name)                                 \
@@ -32,6 +34,8 @@ inline constexpr const uint3& threadIdx = emulation::here.thread;
 inline constexpr const uint3& blockIdx = emulation::here.block;
 inline constexpr const dim3& blockDim = emulation::here.block_size;
 inline constexpr const dim3& gridDim = emulation::here.grid_size;
+
+using std::max, std::min;
 
 inline void __syncthreads(emulation::Place place = emulation::Place::current()) {
   emulation::sync_block(place);
