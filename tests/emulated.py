@@ -86,8 +86,8 @@ def link(
     `sources` are folders on which `units` depend beside the emulation's own.
     """
     compiler = os.environ.get("CXX", "g++")
-    version = subprocess.run([*compiler.split(), "--version"], capture_output=True, check=True)
-    key = hashlib.sha256(repr((name, units, flags, link_flags, FLAGS)).encode() + version.stdout)
+    version = output([*compiler.split(), "--version"])
+    key = hashlib.sha256(repr((name, units, flags, link_flags, FLAGS)).encode() + version.encode())
     for folder in (EMULATION, *sources):
         for path in sorted(path for path in folder.rglob("*") if path.is_file()):
             key.update(str(path).encode() + path.read_bytes())
@@ -98,11 +98,21 @@ def link(
         if not (directory / name).exists():
             write_ninja(directory, name, units, compiler, flags, link_flags)
             ninja = [sys.executable, "-m", "ninja", "--quiet", "-C", str(directory)]
-            done = subprocess.run(ninja, text=True, capture_output=True)
-            if done.returncode:
-                raise RuntimeError(f"the emulated kernels could not be built\n{done.stdout}")
-            print(done.stdout, end="")  # warnings
+            print(output(ninja), end="")  # warnings
     return directory / name
+
+
+def run_alone(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
+    """Runs a program without the sanitizer that this process may run under."""
+    environment = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}
+    return subprocess.run(command, text=True, capture_output=True, env=environment)
+
+
+def output(command: Sequence[str]) -> str:
+    done = run_alone(command)
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(command)} failed\n{done.stdout}{done.stderr}")
+    return done.stdout
 
 
 def write_ninja(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import re
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
@@ -284,7 +283,7 @@ def test_a_sanitizer_finds_the_mistake(sanitizer: str, kernel: str) -> None:
     def report(which: str) -> str:
         # ThreadSanitizer does not know every layout of a process's memory.
         command = ["setarch", "-R", str(sanitized(sanitizer)), kernel, which]
-        done = subprocess.run(command, capture_output=True, text=True)
+        done = emulated.run_alone(command)
         assert (done.returncode == 0) == (which == "intact"), done.stderr
         return done.stderr
 

@@ -170,7 +170,7 @@ Block::Block(const Kernel& kernel, Order& order, Fibers& fibers, dim3 size)
     Warp& warp = warps[i / kWarp];
     if (i % kWarp == 0) warp.expect(std::min<size_t>(kWarp, count - i));
     Fiber& fiber = fibers[first + i];
-    fiber.prepare(run_thread);
+    fiber.prepare(run_thread, "block " + text(here.block) + ", thread " + text(index));
     threads.push_back({fiber, index, warp, int(i % kWarp)});
   }
   ready.reserve(count);

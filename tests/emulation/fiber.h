@@ -8,6 +8,7 @@
 #include <cstddef>
 #include <cstdlib>
 #include <memory>
+#include <string>
 #include <vector>
 
 #if !defined(__x86_64__)
@@ -21,6 +22,7 @@ WEAK void* __tsan_get_current_fiber();
 WEAK void* __tsan_create_fiber(unsigned flags);
 WEAK void __tsan_destroy_fiber(void* fiber);
 WEAK void __tsan_switch_to_fiber(void* fiber, unsigned flags);
+WEAK void __tsan_set_fiber_name(void* fiber, const char* name);
 WEAK void __tsan_acquire(void* address);
 WEAK void __tsan_release(void* address);
 WEAK void AnnotateIgnoreWritesBegin(const char* file, int line);
@@ -73,13 +75,20 @@ class Fiber {
   Fiber(const Fiber&) = delete;
   ~Fiber() {
     if (!owned_) return;
-    if (watched_) __tsan_destroy_fiber(watched_);
+    if (watched_) {
+      // What it did happened before; the switch back says so.
+      void* running = __tsan_get_current_fiber();
+      __tsan_switch_to_fiber(watched_, kNoSync);
+      __tsan_switch_to_fiber(running, 0);
+      __tsan_destroy_fiber(watched_);
+    }
     if (__asan_unpoison_memory_region) __asan_unpoison_memory_region(bottom_, size_);
     munmap(bottom_ - kPage, kPage + size_);
   }
 
-  // Makes it call `enter`, which must not return, when it is switched to.
-  void prepare(void (*enter)()) {
+  // Makes it call `enter`, which must not return, when it is switched to. Reports will name it.
+  void prepare(void (*enter)(), const std::string& name) {
+    if (watched_) __tsan_set_fiber_name(watched_, name.c_str());
 #if defined(__x86_64__)
     // Six registers, the address to return to, and the one that `enter` would return to.
     void** top = reinterpret_cast<void**>(bottom_ + size_) - 2;
@@ -100,10 +109,7 @@ class Fiber {
   void switch_to(Fiber& to, bool last = false) {
     if (__sanitizer_start_switch_fiber)
       __sanitizer_start_switch_fiber(last ? nullptr : &fake_stack_, to.bottom_, to.size_);
-    if (watched_) {
-      constexpr unsigned no_sync = 1;  // the order in which fibers happen to run orders nothing
-      __tsan_switch_to_fiber(to.watched_, no_sync);
-    }
+    if (watched_) __tsan_switch_to_fiber(to.watched_, kNoSync);
     previous = this;
 #if defined(__x86_64__)
     emulation_switch(&context_, to.context_);
@@ -122,6 +128,8 @@ class Fiber {
   }
 
  private:
+  // The order in which fibers happen to run orders nothing.
+  static constexpr unsigned kNoSync = 1;
   static inline Fiber* previous;
   char* bottom_ = nullptr;
   size_t size_ = 0;
