@@ -116,7 +116,7 @@ def steps(stage: rk.Stage, f: Callable[[int, Tensor], Tensor], x: Tensor) -> Ten
 
 def relative_error(a: Tensor | np.ndarray, b: Tensor | np.ndarray) -> float:
     """‖a − b‖/‖b‖, in at least b's precision."""
-    a, b = (np.asarray(t.to(torch.float64) if isinstance(t, Tensor) else t) for t in (a, b))
+    a, b = (np.asarray(t.to("cpu", torch.float64) if isinstance(t, Tensor) else t) for t in (a, b))
     return float(np.linalg.norm((a - b).ravel()) / max(np.linalg.norm(b.ravel()), 1e-300))
 
 
@@ -327,7 +327,7 @@ class LongConv(reference.Block):
 
 
 def long(t: Tensor | None) -> Any:
-    return None if t is None else t.detach().to(torch.float64).numpy().astype(np.longdouble)
+    return None if t is None else t.detach().to("cpu", torch.float64).numpy().astype(np.longdouble)
 
 
 def long_conv_blocks(stage: rk.ConvStage) -> list[LongConv]:
