@@ -28,6 +28,10 @@ Enum parse(const std::string& name, std::initializer_list<const char*> names) {
   throw py::value_error("unknown name '" + name + "'");
 }
 
+Activation parse_activation(const std::string& name) {
+  return parse<Activation>(name, {"identity", "relu", "tanh", "gelu", "silu"});
+}
+
 // The structs that kernels take, with the tables they point to.
 struct PyStage : Stage {
   std::vector<void*> table;
@@ -62,7 +66,7 @@ PyStage make_stage(const std::string& block, const std::string& activation,
                    int64_t keep_every, int threads) {
   PyStage s{};
   s.block = parse<Block>(block, {"mlp", "linear", "conv"});
-  s.activation = parse<Activation>(activation, {"identity", "relu", "tanh", "gelu", "silu"});
+  s.activation = parse_activation(activation);
   s.scheme = parse<Scheme>(scheme, {"euler", "heun"});
   s.steps = steps;
   s.step = step;
@@ -102,7 +106,7 @@ PyReverse make_reverse(const std::string& rule, int order, uintptr_t start, uint
 }
 
 // Each module has classes of its own.
-void bind_structs(py::module_& m) {
+[[maybe_unused]] void bind_structs(py::module_& m) {
   py::class_<PyStage>(m, "Stage", py::module_local())
       .def(py::init(&make_stage), py::kw_only(), py::arg("block"), py::arg("activation"),
            py::arg("scheme"), py::arg("steps"), py::arg("step"), py::arg("tied"), py::arg("rows"),

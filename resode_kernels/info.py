@@ -7,7 +7,7 @@ import platform
 import torch
 
 from . import __version__, backends
-from .backends import cpp, triton
+from .backends import cpp, native, triton
 from .options import BACKENDS
 
 
@@ -31,7 +31,7 @@ def lines() -> list[str]:
 
 
 def _cpp() -> list[str]:
-    reason, report = cpp.unavailable(), cpp.build_report()
+    reason, report = cpp.unavailable(), native.build_report()
     if reason is not None:
         return [f"  not available: {reason}"]
     threads = torch.get_num_threads() if report.get("openmp", True) else 1
@@ -60,7 +60,7 @@ def _backends(device_type: str) -> list[str]:
     out = ["", f"Backends for {device_type} tensors"]
     picked = backends.choose("auto", torch.device(device_type))
     for name in BACKENDS[1:]:
-        why_not = backends.why_not(name, device_type)
+        why_not = backends.why_not(name, torch.device(device_type))
         state = f"not available: {why_not}" if why_not else "available"
         out.append(f"  {name:<10} {state}" + ('  <- "auto" picks this' if name == picked else ""))
     return out

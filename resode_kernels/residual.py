@@ -275,11 +275,16 @@ class ResidualFunction(torch.autograd.Function):
 
 
 def arithmetic(backend: str) -> reference.Combine:
-    """What updates the states of a stage: Triton's kernel, one pass over memory, or PyTorch."""
-    if backend == "triton":
-        from .backends.triton import elementwise
+    """What updates the states of a stage: a GPU backend's kernel, one pass over memory, or
+    PyTorch."""
+    if backend == "cuda":
+        from .backends.cuda import elementwise as cuda
 
-        return elementwise.combine
+        return cuda.combine
+    if backend == "triton":
+        from .backends.triton import elementwise as triton
+
+        return triton.combine
     return reference.combine
 
 
@@ -294,7 +299,7 @@ def run(
     backend: str = "reference",
 ) -> Any:
     """A stage whose blocks are ``modules``. ``stored``: plain autograd, nothing is replayed.
-    ``backend``: what updates the states, ``"triton"`` or ``"reference"``."""
+    ``backend``: what updates the states, ``"cuda"``, ``"triton"`` or ``"reference"``."""
     grad = torch.is_grad_enabled()
     # Not in inference mode: its tensors do not tell when a block works in place on them.
     with torch.inference_mode(False), torch.set_grad_enabled(grad):

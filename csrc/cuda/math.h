@@ -39,26 +39,46 @@ struct Math {
 
 namespace resode {
 
-// σ(z) and σ'(z); every thread of a launch has the same activation.
-__device__ __forceinline__ void activate(Activation activation, float z, float& value,
-                                         float& slope) {
+// f(z) = z, of blocks without an activation.
+struct Identity {
+  template <class M, class V>
+  static __device__ __forceinline__ void apply(V z, V& value, V& slope) {
+    value = z, slope = 1;
+  }
+};
+
+// σ and σ' of V numbers. Every thread of a launch has the same activation, and the numbers share
+// the decision.
+template <class F, int V>
+__device__ __forceinline__ void activate_by(const float (&z)[V], float (&value)[V],
+                                            float (&slope)[V]) {
+#pragma unroll
+  for (int k = 0; k < V; ++k) F::template apply<Math>(z[k], value[k], slope[k]);
+}
+
+template <int V>
+__device__ __forceinline__ void activate(Activation activation, const float (&z)[V],
+                                         float (&value)[V], float (&slope)[V]) {
   switch (activation) {
-    case Activation::identity:
-      value = z, slope = 1;
-      break;
     case Activation::relu:
-      Relu::apply<Math>(z, value, slope);
-      break;
+      return activate_by<Relu>(z, value, slope);
     case Activation::tanh:
-      Tanh::apply<Math>(z, value, slope);
-      break;
+      return activate_by<Tanh>(z, value, slope);
     case Activation::gelu:
-      Gelu::apply<Math>(z, value, slope);
-      break;
+      return activate_by<Gelu>(z, value, slope);
     case Activation::silu:
-      Silu::apply<Math>(z, value, slope);
+      return activate_by<Silu>(z, value, slope);
+    case Activation::identity:
       break;
   }
+  activate_by<Identity>(z, value, slope);
+}
+
+__device__ __forceinline__ void activate(Activation activation, float z, float& value,
+                                         float& slope) {
+  float values[1], slopes[1];
+  activate(activation, {z}, values, slopes);
+  value = values[0], slope = slopes[0];
 }
 
 }  // namespace resode

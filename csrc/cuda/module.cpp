@@ -12,8 +12,14 @@ namespace {
 
 template <class Io>
 void bind_passes(py::module_& m) {
-  m.def("covers",
-        [](const PyStage& s, const Io& io, const Gpu& gpu) { return covers(s, io, gpu); });
+  m.def("plan", [](const PyStage& s, const Io& io, const Gpu& gpu) -> py::object {
+    const auto p = plan(s, io, gpu);
+    if (!p) return py::none();
+    return py::dict(py::arg("rows") = p->tiling.rows, py::arg("width") = p->tiling.width,
+                    py::arg("chunk") = p->tiling.chunk, py::arg("shared") = p->shared,
+                    py::arg("threads") = kThreads, py::arg("programs") = p->programs,
+                    py::arg("steps") = p->steps);
+  });
   m.def("workspace_bytes",
         [](const PyStage& s, const Io& io, const Gpu& gpu) { return run(s, io, gpu, nullptr); });
   m.def(

@@ -3,7 +3,7 @@
 A backend is a module with four functions:
 
     unavailable()                                           why it cannot be used here, or None
-    refuses(device_type, dtype)                             why it does not take such an x, or None
+    refuses(device, dtype)                                  why it does not take such an x, or None
     forward(problem, x, y, anchors, statistics)             fills y, anchors and statistics
     reverse(problem, start, anchors, cotangent, gradients)  fills the gradients that are not None
 """
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ..problem import Problem
-from . import cpp, reference, triton
+from . import cpp, cuda, reference, triton
 
 
 class BackendUnavailableError(RuntimeError):
@@ -27,7 +27,7 @@ class BackendUnavailableError(RuntimeError):
 class Backend(Protocol):
     def unavailable(self) -> str | None: ...
 
-    def refuses(self, device_type: str, dtype: torch.dtype) -> str | None: ...
+    def refuses(self, device: torch.device, dtype: torch.dtype) -> str | None: ...
 
     def forward(
         self, problem: Problem, x: Tensor, y: Tensor, anchors: Tensor, statistics: Tensor
@@ -43,29 +43,32 @@ class Backend(Protocol):
     ) -> None: ...
 
 
-IMPLEMENTED: dict[str, Backend] = {"cpp": cpp, "triton": triton, "reference": reference}
+IMPLEMENTED: dict[str, Backend] = {
+    "cpp": cpp,
+    "triton": triton,
+    "cuda": cuda,
+    "reference": reference,
+}
 
 # The order in which "auto" tries them, per device type; on any other device the reference runs.
 # (AMD's GPUs are "cuda" devices of torch, too.)
-PREFERENCE = {"cpu": ("cpp",), "cuda": ("triton",)}
+PREFERENCE = {"cpu": ("cpp",), "cuda": ("cuda", "triton")}
 
 
-def why_not(name: str, device_type: str, dtype: torch.dtype = torch.float32) -> str | None:
-    """Why the backend cannot run a tensor of that kind, or None if it can."""
-    if name not in IMPLEMENTED:
-        return "this version of resode_kernels does not contain it"
+def why_not(name: str, device: torch.device, dtype: torch.dtype = torch.float32) -> str | None:
+    """Why the backend cannot run such a tensor, or None if it can."""
     backend = IMPLEMENTED[name]
-    return backend.unavailable() or backend.refuses(device_type, dtype)
+    return backend.unavailable() or backend.refuses(device, dtype)
 
 
 def choose(name: str, device: torch.device, dtype: torch.dtype = torch.float32) -> str:
     """The backend that runs an x on ``device`` when ``name`` is asked for."""
     if name == "auto":
         for candidate in PREFERENCE.get(device.type, ()):
-            if why_not(candidate, device.type, dtype) is None:
+            if why_not(candidate, device, dtype) is None:
                 return candidate
         return "reference"
-    reason = why_not(name, device.type, dtype)
+    reason = why_not(name, device, dtype)
     if reason is not None:
         raise BackendUnavailableError(
             f"backend={name!r} is not available: {reason} "

@@ -53,7 +53,7 @@ def unavailable() -> None:
     return None
 
 
-def refuses(device_type: str, dtype: torch.dtype) -> None:
+def refuses(device: torch.device, dtype: torch.dtype) -> None:
     return None
 
 

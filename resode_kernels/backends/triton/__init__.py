@@ -61,17 +61,18 @@ def interpreted() -> bool:
     return os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "yes", "on", "y")
 
 
-def refuses(device_type: str, dtype: torch.dtype) -> str | None:
+def refuses(device: torch.device, dtype: torch.dtype) -> str | None:
+    kind = device.type
     if dtype == torch.float64:
         return "it takes float32, float16 and bfloat16, not float64"
     if interpreted():
-        return None if device_type in ("cpu", "cuda") else f"it cannot interpret {device_type!r}"
-    if device_type == "cpu":
+        return None if kind in ("cpu", "cuda") else f"it cannot interpret {kind!r}"
+    if kind == "cpu":
         return (
             "it runs on GPUs, not on the CPU; to try it there, set TRITON_INTERPRET=1 before "
             "Python starts"
         )
-    return None if device_type == "cuda" else f"it runs on GPUs, not on {device_type!r}"
+    return None if kind == "cuda" else f"it runs on GPUs, not on {kind!r}"
 
 
 def forward(problem: Problem, x: Tensor, y: Tensor, anchors: Tensor, statistics: Tensor) -> None:

@@ -11,7 +11,6 @@ in float64; what is read may be narrower, and what ``activated`` and ``times_slo
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 
 import torch
@@ -20,9 +19,11 @@ import triton.language as tl
 from torch import Tensor
 
 from ... import reference
+from ..combining import empty_sum, in_pytorch, in_step
+from ..rows import dense, laid_out_like
 from .activations import activate
 from .launch import launch
-from .rows import TILE, Rows, accumulator, dense, laid_out_like, locate
+from .rows import TILE, Rows, accumulator, locate
 
 MOST_TENSORS = 5
 
@@ -53,18 +54,10 @@ def combine_kernel(
 @reference.on_states
 def combine(a: Sequence[float], y: Sequence[Tensor]) -> Tensor:
     """``reference.combine`` in one pass, for up to five tensors that are dense and laid out alike.
-    PyTorch adds any others, and those that autograd has to see. As states are, the result is in
-    float32 at least."""
-    dtype = functools.reduce(torch.promote_types, [t.dtype for t in y], torch.float32)
-    out, count = torch.empty_like(y[0], dtype=dtype), len(y)
-    if (
-        count > MOST_TENSORS
-        or any(t.stride() != out.stride() or t.device != out.device for t in y)
-        or any(type(t) not in (Tensor, torch.nn.Parameter) for t in y)  # DTensor and the like
-        or (torch.is_grad_enabled() and any(t.requires_grad for t in y))
-    ):
-        wide: Tensor = reference.combine(None, *zip(a, (y[0].to(dtype), *y[1:]), strict=True))
-        return wide
+    PyTorch adds any others, and those that autograd has to see."""
+    out, count = empty_sum(y), len(y)
+    if count > MOST_TENSORS or not in_step(out, y):
+        return in_pytorch(a, y, out.dtype)
     unused = MOST_TENSORS - count
     launch(
         combine_kernel, (triton.cdiv(out.numel(), TILE),),
@@ -108,6 +101,11 @@ def times_slope(d: Tensor, z: Tensor, bias: Tensor | None, activation: str) -> T
     z = dense(z)
     dtype = torch.promote_types(d.dtype, z.dtype)
     return _launch_activation(z, bias, laid_out_like(d, z), activation, dtype)
+
+
+def slope_term(d: Tensor, z: Tensor, activation: str) -> Tensor:
+    """d · σ′(z), for ``combine`` to add."""
+    return times_slope(d, z, None, activation)
 
 
 def _launch_activation(

@@ -19,30 +19,22 @@ channel, its first. Arithmetic is in float32, of float64 tensors in float64.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..layerwise import Normalization
+from ..rows import laid_out_like
 from .activations import activate
 from .launch import launch
-from .rows import Rows, accumulator, laid_out_like, locate
+from .rows import Rows, accumulator, locate
 
 # Programs of a reduction's first stage: several for each of a large GPU's processors. A constant,
 # because the number decides the order of summation.
 PROGRAMS = 1024
-
-
-class Normalization(NamedTuple):
-    """What a channel is normalized by."""
-
-    mean: Tensor
-    variance: Tensor
-    gamma: Tensor | None
-    beta: Tensor | None
-    epsilon: float
 
 
 def _partials(rows: Rows) -> int:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ...problem import Problem
+from ..precision import tf32_allowed
 from . import interpreted
 from .device import Device
 from .form import Form, Tile
@@ -33,12 +34,8 @@ def weight_of(problem: Problem) -> Tensor:
 
 
 def precision() -> str:
-    """Of products of float32 numbers: TF32 if torch may use it, too, by its new setting or by the
-    old one (``torch.set_float32_matmul_precision``), which sets the new one."""
-    chosen = torch.backends.cuda.matmul.fp32_precision
-    if chosen == "none":
-        chosen = getattr(torch.backends, "fp32_precision", "ieee")  # mypy does not see it
-    return "tf32" if chosen == "tf32" else "ieee"
+    """Of products of float32 numbers."""
+    return "tf32" if tf32_allowed() else "ieee"
 
 
 def atomic() -> bool:

@@ -1,23 +1,15 @@
-"""How the layer-wise kernels see a tensor.
-
-A tensor is a set of rows, [groups, positions, channels] with a stride for each, so that one kernel
-serves every layout:
-
-    [rows, channels]                  1 group, a row per position
-    channels-last [n, c, h, w]        1 group, n·h·w positions, neighbouring channels adjoin
-    contiguous [n, c, h, w]           n groups, h·w positions, neighbouring positions adjoin
-
-A program takes tiles of positions × channels of one group. Addresses are 64 bits wide.
-"""
+"""How the layer-wise kernels go through a tensor: a program takes tiles of positions × channels of
+one group (see ``backends/rows.py``). Addresses are 64 bits wide."""
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
+
+from .. import rows
 
 # Elements of a tile: 8 for each of the 128 threads of a program (4 warps, Triton's default), which
 # is one load of 16 bytes in half precision and two in float32.
@@ -31,35 +23,8 @@ def accumulator(dtype: torch.dtype) -> tl.dtype:
     return tl.float64 if dtype == torch.float64 else tl.float32
 
 
-def dense(t: Tensor) -> Tensor:
-    """t, copied unless it is contiguous or, with four dimensions, channels-last."""
-    if t.dim() == 4 and t.is_contiguous(memory_format=torch.channels_last):
-        return t
-    return t.contiguous()
-
-
-def laid_out_like(t: Tensor, other: Tensor) -> Tensor:
-    """t, copied unless its elements are where those of a dense tensor are."""
-    return t if t.stride() == other.stride() else torch.empty_like(other, dtype=t.dtype).copy_(t)
-
-
-class Rows(NamedTuple):
-    """A dense tensor as the kernels see it."""
-
-    groups: int
-    positions: int
-    channels: int
-    strides: tuple[int, int, int]
-
-    @staticmethod
-    def of(t: Tensor) -> Rows:
-        if t.dim() == 2:
-            return Rows(1, t.shape[0], t.shape[1], (0, t.shape[1], 1))
-        images, channels, height, width = t.shape
-        positions = height * width
-        if t.is_contiguous(memory_format=torch.channels_last):
-            return Rows(1, images * positions, channels, (0, channels, 1))
-        return Rows(images, positions, channels, (channels * positions, 1, positions))
+class Rows(rows.Rows):
+    """With the tiles that the programs take."""
 
     @property
     def tile(self) -> tuple[int, int]:

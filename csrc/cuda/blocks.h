@@ -1,0 +1,309 @@
+// The blocks f of a depth-fused stage and their vector-Jacobian products, for a tile of rows.
+//
+//   mlp      f(x) = W2 σ(W1 x + b1) + b2          linear   f(x) = θ x
+//
+// A state is an operand of products while it lies in shared memory: x or p in `point`, the
+// cotangent c in `cotangent`. Weights stream past it in chunks. An MLP's chunk is some of its
+// hidden units, and the VJP at p with the cotangent s·c makes six products of it, five if the value
+// is not wanted:
+//
+//   z = p W1ᵀ + b1,  u = σ(z),  dz = s (c W2) σ′(z)
+//   f += u W2ᵀ,  ∂x += dz W1,  ∂W1 = dzᵀ p,  ∂W2 = s cᵀ u,      ∂b1 = Σ dz,  ∂b2 = s Σ c
+//
+// A linear block's chunk is some rows of its weight, which are some columns of f:
+//
+//   f = p θᵀ,  ∂x += s c θ,  ∂θ = s cᵀ p
+
+#pragma once
+
+#include "gradients.h"
+#include "math.h"
+#include "products.h"
+#include "state.h"
+#include "weights.h"
+
+namespace resode {
+
+__device__ __forceinline__ float widen(float x) { return x; }
+__device__ __forceinline__ float widen(__half x) { return __half2float(x); }
+__device__ __forceinline__ float widen(__nv_bfloat16 x) { return __bfloat162float(x); }
+
+__host__ __device__ constexpr int round_up(int n, int multiple) {
+  return (n + multiple - 1) / multiple * multiple;
+}
+
+// What both kinds have: the tiles in shared memory.
+template <class P, Block kBlock>
+class Shared {
+ public:
+  using Weight = typename P::Weight;
+
+  __device__ Shared(const Network& net, bool reverse)
+      : net_(net), layout_(kBlock, net.tiling, int(sizeof(Weight)), reverse) {}
+
+ protected:
+  static __device__ __forceinline__ unsigned char* memory() {
+    extern __shared__ __align__(16) unsigned char resode_shared[];
+    return resode_shared;
+  }
+  template <class T>
+  static __device__ __forceinline__ Tile<T> tile(int begin, int columns) {
+    return {reinterpret_cast<T*>(memory() + begin), Layout::pitch(columns, int(sizeof(T)))};
+  }
+  __device__ Tile<float> point() const { return tile<float>(layout_.point, net_.tiling.width); }
+  __device__ Tile<float> cotangent() const {
+    return tile<float>(layout_.cotangent, net_.tiling.width);
+  }
+  // Of a buffer with weights.
+  __device__ Tile<Weight> w1(int buffer) const {
+    return tile<Weight>(layout_.weights + buffer * layout_.buffer + layout_.w1, net_.tiling.width);
+  }
+  __device__ Tile<Weight> w2(int buffer) const {
+    return tile<Weight>(layout_.weights + buffer * layout_.buffer + layout_.w2, net_.tiling.chunk);
+  }
+  __device__ Tile<Weight> b1(int buffer) const {
+    return tile<Weight>(layout_.weights + buffer * layout_.buffer + layout_.b1, net_.tiling.chunk);
+  }
+  // Parameter k of block n.
+  __device__ const Weight* parameter(int k, int n) const {
+    return static_cast<const Weight*>(net_.parameters[k]) + n * net_.strides[k];
+  }
+  __device__ int depth() const { return round_up(net_.dim, 16); }  // of products over dim
+
+  const Network& net_;
+  const Layout layout_;
+};
+
+// -------------------------------------------------------------------------------------------- mlp
+
+template <class P>
+class Mlp : Shared<P, Block::mlp> {
+  using Base = Shared<P, Block::mlp>;
+  using Base::net_;
+  using typename Base::Weight;
+
+ public:
+  __device__ Mlp(const Network& net, bool reverse)
+      : Base(net, reverse), chunks_((net.hidden + net.tiling.chunk - 1) / net.tiling.chunk) {}
+
+  // f_n(x). `next`: the block that is evaluated after this one, or −1.
+  __device__ __forceinline__ State f(const Place& place, const State& x, int n, int next) {
+    place.put(Base::point(), x);
+    State value = bias(place, n);
+    for (int i = 0; i < chunks_; ++i) {
+      const Chunk c = acquire(n, i, next);
+      each_tile(net_.tiling.rows, c.units, [&](int row, int unit) {
+        Sum z[1] = {};
+        add_product<P>(z, Base::point(), row, Base::w1(c.buffer), unit, Base::depth());
+        each_place([&](int r, int u, int j, int e) {
+          float value, slope;
+          activate(net_.activation, z[0].of[j][e] + bias1(c, unit + u), value, slope);
+          *hidden()(row + r, unit + u) = row + r < place.left ? value : 0;
+        });
+      });
+      __syncthreads();
+      if (place.active)
+        add_product<P>(value.of, hidden(), place.row, Base::w2(c.buffer), place.column, c.units);
+    }
+    return value;
+  }
+
+  // ∂_x f_n(p)ᵀ (s c), and adds ∂_θ f_n(p)ᵀ (s c) to the gradients, unless not `back`; f_n(p), if
+  // `wanted`.
+  __device__ __forceinline__ State vjp(const Place& place, const State& p, const State& c, float s,
+                                       int n, int next, const Gradients& gradients, bool back,
+                                       bool wanted, State& value) {
+    place.put(Base::point(), p);
+    place.put(Base::cotangent(), c);
+    const int dim = net_.dim, rows = net_.tiling.rows;
+    State gx{};
+    value = bias(place, n);
+    for (int i = 0; i < chunks_; ++i) {
+      const Chunk chunk = acquire(n, i, next);
+      each_tile(rows, chunk.units, [&](int row, int unit) {
+        Sum z[1] = {}, du[1] = {};
+        add_product<P>(z, Base::point(), row, Base::w1(chunk.buffer), unit, Base::depth());
+        if (back)
+          add_product_across<P>(du, Base::cotangent(), row, Base::w2(chunk.buffer), unit,
+                                Base::depth());
+        each_place([&](int r, int u, int j, int e) {
+          float value, slope;
+          activate(net_.activation, z[0].of[j][e] + bias1(chunk, unit + u), value, slope);
+          const bool inside = row + r < place.left;
+          *hidden()(row + r, unit + u) = inside ? value : 0;
+          *hidden_cotangent()(row + r, unit + u) = inside ? s * du[0].of[j][e] * slope : 0;
+        });
+      });
+      __syncthreads();
+      if (place.active) {
+        if (wanted)
+          add_product<P>(value.of, hidden(), place.row, Base::w2(chunk.buffer), place.column,
+                         chunk.units);
+        if (back)
+          add_product_across<P>(gx.of, hidden_cotangent(), place.row, Base::w1(chunk.buffer),
+                                place.column, chunk.units);
+      }
+      if (!back) continue;
+      if (gradients.wanted(0))
+        each_tile(chunk.units, Base::depth(), [&](int unit, int column) {
+          gradients.add_outer<P>(0, 1, hidden_cotangent(), unit, Base::point(), column, rows,
+                                 chunk.first + unit, column, net_.hidden, dim);
+        });
+      if (gradients.wanted(2))
+        each_tile(Base::depth(), chunk.units, [&](int row, int unit) {
+          gradients.add_outer<P>(2, s, Base::cotangent(), row, hidden(), unit, rows, row,
+                                 chunk.first + unit, dim, net_.hidden);
+        });
+      if (gradients.wanted(1))
+        gradients.add_columns(1, 1, hidden_cotangent(), rows, chunk.first, chunk.count);
+    }
+    if (back && gradients.wanted(3)) gradients.add_columns(3, s, Base::cotangent(), rows, 0, dim);
+    __syncthreads();  // the operands are free now
+    return gx;
+  }
+
+ private:
+  // Hidden units first … first + count − 1; `units`: rounded up to whole tiles.
+  struct Chunk {
+    int buffer, first, count, units;
+  };
+
+  __device__ Tile<float> hidden() const {  // u
+    return Base::template tile<float>(Base::layout_.value, net_.tiling.chunk);
+  }
+  __device__ Tile<float> hidden_cotangent() const {  // dz
+    return Base::template tile<float>(Base::layout_.slope, net_.tiling.chunk);
+  }
+  __device__ float bias1(const Chunk& c, int unit) const {
+    return net_.parameters[1] ? widen(*Base::b1(c.buffer)(0, unit)) : 0;
+  }
+
+  // b2, for every row
+  __device__ __forceinline__ State bias(const Place& place, int n) const {
+    State state{};
+    if (net_.parameters[3]) {
+      const Weight* const b2 = Base::parameter(3, net_.block(n));
+      place.pairs(state, [&](int, int column, float& x, float& y) {
+        if (column < net_.dim) x = widen(b2[column]);
+        if (column + 1 < net_.dim) y = widen(b2[column + 1]);
+      });
+    }
+    return state;
+  }
+
+  __device__ __forceinline__ Chunk acquire(int n, int i, int next) {
+    const int64_t number = int64_t(net_.block(n)) * chunks_ + i;
+    const int64_t after = next < 0 ? -1 : int64_t(net_.block(next)) * chunks_;
+    const int buffer = buffers_.acquire(number, i + 1 < chunks_ ? number + 1 : after, *this);
+    const int first = i * net_.tiling.chunk, count = min(net_.tiling.chunk, net_.hidden - first);
+    return {buffer, first, count, round_up(count, 16)};
+  }
+
+  friend class DoubleBuffer;
+  __device__ __forceinline__ void load(int64_t number, int buffer) const {
+    const int n = int(number / chunks_), chunk = net_.tiling.chunk, width = net_.tiling.width;
+    const int first = int(number % chunks_) * chunk, count = min(chunk, net_.hidden - first);
+#pragma unroll 1  // the code of the copy once, not three times
+    for (int k = net_.parameters[1] ? 0 : 1; k < 3; ++k) {
+      const Weight* const from = Base::parameter(k == 0 ? 1 : k == 1 ? 0 : 2, n);
+      if (k == 0)
+        copy_async(Base::b1(buffer), 1, chunk, from + first, 0, 1, count);
+      else if (k == 1)
+        copy_async(Base::w1(buffer), chunk, width, from + int64_t(first) * net_.dim, net_.dim,
+                   count, net_.dim);
+      else
+        copy_async(Base::w2(buffer), width, chunk, from + first, net_.hidden, net_.dim, count);
+    }
+  }
+
+  const int chunks_;
+  DoubleBuffer buffers_;
+};
+
+// ----------------------------------------------------------------------------------------- linear
+
+template <class P>
+class Linear : Shared<P, Block::linear> {
+  using Base = Shared<P, Block::linear>;
+  using Base::net_;
+  using typename Base::Weight;
+
+ public:
+  __device__ Linear(const Network& net, bool reverse)
+      : Base(net, reverse), chunks_((net.dim + net.tiling.chunk - 1) / net.tiling.chunk) {}
+
+  __device__ __forceinline__ State f(const Place& place, const State& x, int n, int next) {
+    place.put(Base::point(), x);
+    for (int i = 0; i < chunks_; ++i) evaluate(acquire(n, i, next));
+    __syncthreads();
+    return place.take(value());
+  }
+
+  __device__ __forceinline__ State vjp(const Place& place, const State& p, const State& c, float s,
+                                       int n, int next, const Gradients& gradients, bool back,
+                                       bool wanted, State& f) {
+    place.put(Base::point(), p);
+    place.put(Base::cotangent(), c);
+    State gx{};
+    for (int i = 0; i < chunks_; ++i) {
+      const Chunk chunk = acquire(n, i, next);
+      if (wanted) evaluate(chunk);
+      if (!back) continue;
+      Tile<float> part = Base::cotangent();
+      part.at += chunk.first;
+      if (place.active)
+        add_product_across<P>(gx.of, part, place.row, Base::w1(chunk.buffer), place.column,
+                              chunk.rows);
+      if (gradients.wanted(0))
+        each_tile(chunk.rows, Base::depth(), [&](int row, int column) {
+          gradients.add_outer<P>(0, s, part, row, Base::point(), column, net_.tiling.rows,
+                                 chunk.first + row, column, net_.dim, net_.dim);
+        });
+    }
+    __syncthreads();  // the value is there, and the operands are free
+    if (wanted) f = place.take(value());
+    return s * gx;
+  }
+
+ private:
+  // Rows of the weight from `first` on, a multiple of 16; beyond the weight they are zero.
+  struct Chunk {
+    int buffer, first, rows;
+  };
+
+  __device__ Tile<float> value() const {
+    return Base::template tile<float>(Base::layout_.value, net_.tiling.width);
+  }
+
+  // The chunk's columns of f(p)
+  __device__ __forceinline__ void evaluate(const Chunk& chunk) const {
+    each_tile(net_.tiling.rows, chunk.rows, [&](int row, int column) {
+      Sum sum[1] = {};
+      add_product<P>(sum, Base::point(), row, Base::w1(chunk.buffer), column, Base::depth());
+      each_place([&](int r, int c, int j, int e) {
+        *value()(row + r, chunk.first + column + c) = sum[0].of[j][e];
+      });
+    });
+  }
+
+  __device__ __forceinline__ Chunk acquire(int n, int i, int next) {
+    const int64_t number = int64_t(net_.block(n)) * chunks_ + i;
+    const int64_t after = next < 0 ? -1 : int64_t(net_.block(next)) * chunks_;
+    const int buffer = buffers_.acquire(number, i + 1 < chunks_ ? number + 1 : after, *this);
+    const int first = i * net_.tiling.chunk;
+    return {buffer, first, min(net_.tiling.chunk, Base::depth() - first)};
+  }
+
+  friend class DoubleBuffer;
+  __device__ __forceinline__ void load(int64_t number, int buffer) const {
+    const int n = int(number / chunks_), first = int(number % chunks_) * net_.tiling.chunk;
+    copy_async(Base::w1(buffer), net_.tiling.chunk, net_.tiling.width,
+               Base::parameter(0, n) + int64_t(first) * net_.dim, net_.dim,
+               min(net_.tiling.chunk, net_.dim - first), net_.dim);
+  }
+
+  const int chunks_;
+  DoubleBuffer buffers_;
+};
+
+}  // namespace resode

@@ -1,0 +1,59 @@
+// Partial sums of parameter gradients, a thread block's own: added to without atomics, in the order
+// in which the block makes its steps.
+
+#pragma once
+
+#include "network.h"
+#include "products.h"
+
+namespace resode {
+
+// The sums of one block of the stage.
+struct Gradients {
+  float* at;  // this program's
+  const Sums& sums;
+  bool fresh;  // there is nothing yet to add to
+
+  __device__ Gradients(const Sums& sums, int block, bool fresh)
+      : at(sums.at + (int64_t(block % sums.slots) * gridDim.x + blockIdx.x) * sums.size),
+        sums(sums),
+        fresh(fresh) {}
+
+  __device__ __forceinline__ bool wanted(int k) const { return sums.offsets[k] >= 0; }
+
+  // Of parameter k, a [rows, columns] matrix: adds factor · aᵀ b of the columns of a and b, over
+  // `depth` rows, to the sums from the given row and column on; beyond the matrix nothing is added.
+  template <class P>
+  __device__ __forceinline__ void add_outer(int k, float factor, Tile<float> a, int a_column,
+                                            Tile<float> b, int b_column, int depth, int row,
+                                            int column, int rows, int columns) const {
+    float* const to = at + sums.offsets[k];
+    Sum before{};
+    const auto place = [&](int r, int c) { return to + int64_t(row + r) * columns + column + c; };
+    const auto inside = [&](int r, int c) { return row + r < rows && column + c < columns; };
+    if (!fresh)
+      each_place([&](int r, int c, int j, int e) {
+        if (inside(r, c)) before.of[j][e] = *place(r, c);
+      });
+    Sum sum{};
+    add_outer_product<P>(sum, a, a_column, b, b_column, depth);
+    each_place([&](int r, int c, int j, int e) {
+      if (inside(r, c)) *place(r, c) = fmaf(factor, sum.of[j][e], before.of[j][e]);
+    });
+  }
+
+  // Of parameter k, a vector: adds factor · the sums of the columns of a tile to its elements
+  // first … first + count − 1.
+  __device__ __forceinline__ void add_columns(int k, float factor, Tile<float> tile, int rows,
+                                              int first, int count) const {
+    for (int c = threadIdx.x; c < count; c += kThreads) {
+      float sum = 0;
+#pragma unroll 8
+      for (int r = 0; r < rows; ++r) sum += *tile(r, c);
+      float* const to = at + sums.offsets[k] + first + c;
+      *to = fmaf(factor, sum, fresh ? 0 : *to);
+    }
+  }
+};
+
+}  // namespace resode

@@ -1,0 +1,147 @@
+// The schemes of a depth-fused stage, x[n+1] = x[n] + h φ_n(x[n]), and the rules of its reverse
+// pass, for a tile of rows; in the words of resode_kernels/reference.py.
+//
+// Scheme and rule are the same for all threads of a launch, and known only then. Loops that are not
+// unrolled hold the code of a block's evaluation to one copy for the forward pass and two for the
+// reverse pass.
+
+#pragma once
+
+#include "blocks.h"
+
+namespace resode {
+
+template <class Blocks>
+class Steps {
+ public:
+  __device__ Steps(const Network& net, bool reverse)
+      : net_(net), heun_(net.scheme == Scheme::heun), blocks_(net, reverse) {}
+
+  // φ_n(x): under Euler f_n(x), under Heun (a + b)/2 with a = f_n(x), b = f_{n+1}(x + h a). `next`:
+  // the block that is evaluated afterwards, −1: none is.
+  __device__ __forceinline__ State slope(const Place& place, const State& x, int n, int next) {
+    return mean(place, x, n, n + 1, net_.h, next, false, x);
+  }
+
+  // Step n of the reverse pass: moves the state from x̃[n+1] to x̃[n] and the cotangent likewise, and
+  // adds to the gradients of the parameters. Under Heun, with y = p + h f_n(p):
+  //
+  //   gy = ∂_x f_{n+1}(y)ᵀ (h/2) g,   gx = ∂_x f_n(p)ᵀ (h/2 g + h gy),   g ← g + gy + gx
+  __device__ __forceinline__ void reverse(const Place& place, const ReverseWalk& walk, int n,
+                                          bool first_tile, State& x, State& g) {
+    const bool exact = walk.rule == Rule::exact, paper = walk.rule == Rule::paper;
+    const bool last_step = n + 1 == net_.steps;
+    restart(place, walk, n, x);
+    State p = point(place, walk, n, x);
+    if (paper) x = p;
+    // Whether f_n(p) is what the reverse-time step n − 1 evaluates first.
+    known_ = paper && (heun_ || net_.tied);
+    const bool begins_above = heun_ && walk.rule == Rule::refined;
+    const int next = n == walk.begin ? -1 : begins_above ? n : n - 1;
+
+    // Evaluates f_n at p (2), then makes the VJPs of f_{n+1} at y (1) and of f_n at p (0).
+    State at = p, cotangent = g;
+#pragma unroll 1
+    for (int k = heun_ ? 2 : 0; k >= 0; --k) {
+      const bool evaluates = k == 2, values = k == heun_;
+      const int block = n + k % 2;
+      // It has no sums yet if this is the first of its steps to be made, with the first tile.
+      const bool newest = net_.tied ? last_step && values : k == 0 || last_step;
+      const Gradients gradients(walk.sums, net_.block(block), first_tile && newest);
+      State value;
+      const State gx = blocks_.vjp(place, at, cotangent, k == 1 ? 0.5f * net_.h : net_.h, block,
+                                   k == 0 ? next : n + k - 1, gradients, !evaluates,
+                                   evaluates || (values && !exact && (!paper || !heun_)), value);
+      if (evaluates) {
+        first_ = value;
+        at = fma(net_.h, value, p);
+        continue;
+      }
+      if (values) {
+        if (!exact && !paper) move(place, walk, n, heun_ ? 0.5f * (first_ + value) : value, x);
+        if (!heun_) first_ = value;
+      }
+      cotangent = fma(0.5f, g, gx);
+      at = p;
+      g = g + gx;
+    }
+  }
+
+  __device__ __forceinline__ void forget() { known_ = false; }
+
+ private:
+  // Under Euler f_i(x), under Heun (a + b)/2 with a = f_i(x), b = f_j(x + s a). `known`: a is
+  // given.
+  __device__ __forceinline__ State mean(const Place& place, const State& x, int i, int j, float s,
+                                        int next, bool known, const State& a) {
+    State result = a, at = known ? fma(s, a, x) : x;
+#pragma unroll 1
+    for (int k = known; k <= heun_; ++k) {
+      const State value = blocks_.f(place, at, k ? j : i, k < heun_ ? j : next);
+      result = k ? 0.5f * (result + value) : value;
+      at = fma(s, value, x);
+    }
+    return result;
+  }
+
+  // p of step n, given the state x = x̃[n+1]: extrapolated from the newest evaluations of φ if there
+  // are any, else by the reverse-time step x − h ψ_n(x); then corrected, p ← x − h φ_n(p).
+  __device__ __forceinline__ State point(const Place& place, const ReverseWalk& walk, int n,
+                                         const State& x) {
+    const float h = net_.h;
+    const bool predicted = walk.rule == Rule::predicted;
+    const int have = predicted ? min(walk.order, net_.steps - 1 - n) : 0;
+    State p = x;
+    if (have) {
+      State total{};
+#pragma unroll 1
+      for (int i = 0; i < have; ++i) {
+        const float* const past = walk.history + (n + 1 + i) % walk.order * net_.rows * net_.dim;
+        const int factor = i == 0 ? have : i == 2 ? 1 : have == 2 ? -1 : -3;  // of extrapolation
+        total = fma(float(factor), place.load(past), total);
+      }
+      p = fma(-h, total, x);
+    }
+    const int evaluations = walk.rule == Rule::exact             ? 0
+                            : walk.rule == Rule::paper           ? 1
+                            : walk.rule == Rule::refined || have ? walk.order - have
+                                                                 : walk.order + 1;
+#pragma unroll 1
+    for (int i = 0; i < evaluations; ++i) {
+      const bool backwards = heun_ && i == 0 && !have;
+      const State slope = mean(place, p, backwards ? n + 1 : n, backwards ? n : n + 1,
+                               backwards ? -h : h, n, known_, first_);
+      p = fma(-h, slope, x);
+    }
+    return p;
+  }
+
+  // x̃[n] = x̃[n+1] − h φ_n(p)
+  __device__ __forceinline__ void move(const Place& place, const ReverseWalk& walk, int n,
+                                       const State& slope, State& x) const {
+    x = fma(-net_.h, slope, x);
+    if (walk.rule == Rule::predicted)
+      place.store(walk.history + n % walk.order * net_.rows * net_.dim, slope);
+  }
+
+  // The state that step n starts from, where it was kept.
+  __device__ __forceinline__ void restart(const Place& place, const ReverseWalk& walk, int n,
+                                          State& x) {
+    const int64_t size = net_.rows * net_.dim;
+    if (walk.rule == Rule::exact) {
+      const int i = n - walk.states_begin;
+      x = place.load(i ? walk.states + (i - 1) * size : walk.start);
+    } else if (walk.keep_every && n + 1 < net_.steps && (n + 1) % walk.keep_every == 0) {
+      x = place.load(walk.anchors + ((n + 1) / walk.keep_every - 1) * size);
+      known_ = false;
+    }
+  }
+
+  const Network& net_;
+  const int heun_;
+  Blocks blocks_;
+  State first_;         // f_n(p) of the step that was made last
+  bool known_ = false;  // it is what the next reverse-time step evaluates first
+};
+
+}  // namespace resode

@@ -1,0 +1,120 @@
+// States and cotangents: [rows, width] float32 numbers, spread over the registers of a thread
+// block.
+
+#pragma once
+
+#include "network.h"
+#include "precision.h"
+
+namespace resode {
+
+// A thread's 16 numbers of a state: two tiles side by side, 16 rows and 32 columns for its warp.
+struct State {
+  Sum of[2];
+};
+
+// f(number, other's number) for all of them
+template <class F>
+__device__ __forceinline__ void each(State& a, const State& b, F f) {
+#pragma unroll
+  for (int i = 0; i < 2; ++i)
+#pragma unroll
+    for (int j = 0; j < 2; ++j)
+#pragma unroll
+      for (int e = 0; e < 4; ++e) f(a.of[i].of[j][e], b.of[i].of[j][e]);
+}
+__device__ __forceinline__ State operator+(State a, const State& b) {
+  each(a, b, [](float& x, float y) { x += y; });
+  return a;
+}
+__device__ __forceinline__ State operator*(float factor, State a) {
+  each(a, a, [=](float& x, float) { x *= factor; });
+  return a;
+}
+// x + a y with one rounding
+__device__ __forceinline__ State fma(float a, const State& y, State x) {
+  each(x, y, [=](float& x, float y) { x = fmaf(a, y, x); });
+  return x;
+}
+
+// Which rows of the stage a thread block has, and which numbers of them this thread.
+struct Place {
+  int64_t first;  // row of the stage
+  int left;       // rows from there on, at most a tile's
+  int dim;
+  int row, column;  // of the warp's part
+  bool active;      // there may be more warps than parts
+
+  __device__ Place(const Network& net, int64_t tile) {
+    const int parts = net.tiling.rows / 16, warp = threadIdx.x / 32;
+    first = tile * net.tiling.rows;
+    left = int(min(net.rows - first, int64_t(net.tiling.rows)));
+    dim = net.dim;
+    row = warp % parts * 16;
+    column = warp / parts * kStateColumns;
+    active = column < net.tiling.width;
+  }
+
+  // f(row, column, number, number to the right of it) for all of this thread's
+  template <class F>
+  __device__ __forceinline__ void pairs(State& state, F f) const {
+    if (!active) return;
+#pragma unroll
+    for (int i = 0; i < 2; ++i)
+#pragma unroll
+      for (int j = 0; j < 2; ++j)
+#pragma unroll
+        for (int e = 0; e < 4; e += 2)
+          f(row + lane_group() + 4 * e, column + 16 * i + 8 * j + 2 * lane_member(),
+            state.of[i].of[j][e], state.of[i].of[j][e + 1]);
+  }
+
+  // From and to a [rows, dim] matrix in global memory.
+  __device__ __forceinline__ State load(const float* from) const {
+    State state{};
+    const bool even = dim % 2 == 0 && reinterpret_cast<uintptr_t>(from) % 8 == 0;
+    pairs(state, [&](int r, int c, float& x, float& y) {
+      if (r >= left) return;
+      const float* const at = from + (first + r) * dim + c;
+      if (even && c < dim) {
+        const float2 two = *reinterpret_cast<const float2*>(at);
+        x = two.x, y = two.y;
+      } else {
+        if (c < dim) x = at[0];
+        if (c + 1 < dim) y = at[1];
+      }
+    });
+    return state;
+  }
+  __device__ __forceinline__ void store(float* to, State state) const {
+    const bool even = dim % 2 == 0 && reinterpret_cast<uintptr_t>(to) % 8 == 0;
+    pairs(state, [&](int r, int c, float& x, float& y) {
+      if (r >= left) return;
+      float* const at = to + (first + r) * dim + c;
+      if (even && c < dim) {
+        *reinterpret_cast<float2*>(at) = make_float2(x, y);
+      } else {
+        if (c < dim) at[0] = x;
+        if (c + 1 < dim) at[1] = y;
+      }
+    });
+  }
+
+  // From and to a tile in shared memory, which has whole pairs.
+  __device__ __forceinline__ State take(Tile<float> tile) const {
+    State state{};
+    pairs(state, [&](int r, int c, float& x, float& y) {
+      if (c >= dim) return;
+      const float2 two = *reinterpret_cast<const float2*>(tile(r, c));
+      x = two.x, y = two.y;
+    });
+    return state;
+  }
+  __device__ __forceinline__ void put(Tile<float> tile, State state) const {
+    pairs(state, [&](int r, int c, float& x, float& y) {
+      *reinterpret_cast<float2*>(tile(r, c)) = make_float2(x, y);
+    });
+  }
+};
+
+}  // namespace resode

@@ -1,0 +1,189 @@
+"""Stages layer by layer, on a GPU: the reference's engine with PyTorch's matrix products and
+convolutions, and fused kernels for everything between them. Triton and CUDA have such kernels.
+
+Products are in the dtype of the weights: with 16-bit weights their operands are rounded to it and
+states and cotangents stay float32; with float32 weights PyTorch's own setting decides about TF32.
+Parameter gradients are summed in float32 where a block has several contributions.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .. import reference
+from . import reference as engine
+from .rows import dense
+
+
+class Normalization(NamedTuple):
+    """What a channel is normalized by."""
+
+    mean: Tensor
+    variance: Tensor
+    gamma: Tensor | None
+    beta: Tensor | None
+    epsilon: float
+
+
+class Kernels(NamedTuple):
+    """What is between products and convolutions. z and d are [rows, channels] or
+    [images, channels, height, width]; all else has one number per channel."""
+
+    combine: reference.Combine
+    activated: Callable[..., Tensor]
+    """z, bias or None, activation, and the result's dtype unless it is z's, to σ(z + b)."""
+    times_slope: Callable[[Tensor, Tensor, Tensor | None, str], Tensor]
+    """d, z, bias, activation to d · σ′(z + b)."""
+    slope_term: Callable[[Tensor, Tensor, str], Any]
+    """d, z, activation to d · σ′(z) in a form that ``combine`` takes."""
+    statistics: Callable[[Tensor], tuple[Tensor, Tensor]]
+    """z to mean and biased variance."""
+    normalized: Callable[[Tensor, Normalization, str | None, torch.dtype], Tensor]
+    """z, what by, activation (None: none) and the result's dtype to σ(bn(z))."""
+    vjp: Callable[[Tensor, Tensor, Normalization, bool, str | None], tuple[Tensor, Tensor, Tensor]]
+    """d = ∂L/∂σ(bn(z)), z, what by, whether that is of z itself, activation to dz, dγ and dβ."""
+
+
+class MLP(reference.MLP):
+    """f(x) = W2 σ(W1 x + b1) + b2: bias and σ in one pass, and so its VJP."""
+
+    def __init__(self, kernels: Kernels, *theta: Any) -> None:
+        super().__init__(*theta)
+        self.kernels = kernels
+
+    def f(self, x: Tensor, k: int) -> Tensor:
+        z = F.linear(x.to(self.w1.dtype), self.w1)
+        return F.linear(self.kernels.activated(z, self.b1, self.activation), self.w2, self.b2)
+
+    def linearize(self, x: Tensor, k: int, wrt_x: bool = True) -> tuple[Tensor, reference.Pullback]:
+        x = x.to(self.w1.dtype)
+        z = F.linear(x, self.w1)
+        u = self.kernels.activated(z, self.b1, self.activation)
+
+        def pullback(g: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
+            d_b2 = g.sum(0)
+            g = g.to(self.w2.dtype)
+            dz = self.kernels.times_slope(g @ self.w2, z, self.b1, self.activation)
+            d_b1 = dz.sum(0, dtype=d_b2.dtype)
+            return dz @ self.w1, (dz.T @ x, d_b1, g.T @ u, d_b2)
+
+        return F.linear(u, self.w2, self.b2), pullback
+
+
+class Linear(reference.Linear):
+    """f(x) = θ x."""
+
+    def f(self, x: Tensor, k: int) -> Tensor:
+        return super().f(x.to(self.weight.dtype), k)
+
+    def linearize(self, x: Tensor, k: int, wrt_x: bool = True) -> tuple[Tensor, reference.Pullback]:
+        y, pullback = super().linearize(x.to(self.weight.dtype), k)
+        return y, lambda g: pullback(g.to(self.weight.dtype))
+
+
+class Evaluated(NamedTuple):
+    """A layer of ``Conv`` at some x: u = bn(z), z = W ∗ a."""
+
+    z: Tensor
+    by: Normalization
+    of_batch: bool
+    """Whether z is normalized by its own mean and variance."""
+    activation: str | None
+    """σ of the layer that follows; None: it is the last."""
+
+    def moments(self) -> tuple[Tensor, Tensor] | None:
+        """Mean and unbiased variance of the batch, if z is normalized by them."""
+        values = self.z.numel() // self.z.shape[1]
+        return (self.by.mean, self.by.variance * values / (values - 1)) if self.of_batch else None
+
+
+class Conv(reference.Conv):
+    """f(x) = u_L, u_l = bn_l(z_l), z_l = W_l ∗ σ(u_{l−1}). Between the convolutions there is one
+    pass for the statistics and one for everything else. Of a layer only z is kept; σ(u) is computed
+    from it again on the way back."""
+
+    def __init__(self, kernels: Kernels, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.kernels = kernels
+
+    def f(self, x: Tensor, k: int) -> Tensor:
+        if self.statistics is None:
+            return self.forward(x)
+        moments: list[tuple[Tensor, Tensor] | None] = []
+        y = self.forward(x, lambda layer: moments.append(layer.moments()))
+        self.note(k, moments)
+        return y
+
+    def forward(self, x: Tensor, see: Callable[[Evaluated], None] = lambda _: None) -> Tensor:
+        """f(x); ``see`` is called with every layer."""
+        a = self.kernels.activated(x, None, self.activation, self.layers[0][0].dtype)
+        following = [*[self.activation] * (len(self.layers) - 1), None]
+        for (weight, gamma, beta, mean, variance), activation in zip(
+            self.layers, following, strict=True
+        ):
+            z, of_batch = dense(F.conv2d(a, weight, padding="same")), mean is None
+            del a  # is read no more: let the next one have its memory
+            if of_batch:
+                mean, variance = self.kernels.statistics(z)
+            by = Normalization(mean, variance, gamma, beta, self.epsilon)
+            layer = Evaluated(z, by, of_batch, activation)
+            a = self.result(layer, z.dtype if activation else x.dtype)
+            see(layer)
+        return a
+
+    def result(self, layer: Evaluated, dtype: torch.dtype) -> Tensor:
+        """σ(u), of the last layer u."""
+        return self.kernels.normalized(layer.z, layer.by, layer.activation, dtype)
+
+    def linearize(self, x: Tensor, k: int, wrt_x: bool = True) -> tuple[Tensor, reference.Pullback]:
+        trace: list[Evaluated] = []
+        y = self.forward(x, trace.append)
+
+        def pullback(g: Tensor) -> tuple[Any, tuple[Tensor | None, ...]]:
+            grads: list[Tensor | None] = []
+            for i in reversed(range(len(trace))):
+                layer, weight = trace[i], self.layers[i][0]
+                dz, d_gamma, d_beta = self.kernels.vjp(g, *layer)
+                if i:
+                    a = self.result(trace[i - 1], weight.dtype)
+                else:
+                    a = self.kernels.activated(x, None, self.activation, weight.dtype)
+                g, d_weight = convolution_vjp(dz, a, weight)
+                grads = [d_weight, d_gamma, d_beta, None, None, *grads]
+            return self.kernels.slope_term(g, x, self.activation), tuple(grads)
+
+        return y, pullback
+
+
+def convolution_vjp(dz: Tensor, a: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """The gradients of a and of the weight."""
+    one, zero, same = (1, 1), (0, 0), (weight.shape[-1] // 2,) * 2
+    with repeatable():
+        da, d_weight, _ = torch.ops.aten.convolution_backward(
+            dz, a, weight, None, one, same, one, False, zero, 1, (True, True, False)
+        )
+    return da, d_weight
+
+
+@contextmanager
+def repeatable() -> Iterator[None]:
+    """Inside, cuDNN takes no algorithm whose results differ from run to run."""
+    before = torch.backends.cudnn.deterministic
+    torch.backends.cudnn.deterministic = True
+    try:
+        yield
+    finally:
+        torch.backends.cudnn.deterministic = before
+
+
+def kit(kernels: Kernels) -> engine.Kit:
+    """Blocks and updates of states for the engine."""
+    mlp, conv = functools.partial(MLP, kernels), functools.partial(Conv, kernels)
+    return engine.Kit(mlp, Linear, conv, kernels.combine, widens=False)

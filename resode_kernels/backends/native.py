@@ -1,0 +1,135 @@
+"""What the compiled modules `_C` and `_CUDA` have in common: how they were built, and how they are
+told a problem (the structs of csrc/stage.h)."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from importlib import resources
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..problem import Problem
+
+
+@functools.cache
+def build_report() -> dict[str, Any]:
+    """What setup.py wrote down about the builds."""
+    file = resources.files("resode_kernels") / "build_report.json"
+    return json.loads(file.read_text()) if file.is_file() else {}
+
+
+def load(name: str, report: dict[str, Any]) -> tuple[Any, str | None]:
+    """The module, or why it is not there. ``report``: of its build."""
+    try:
+        return importlib.import_module(f"resode_kernels.{name}"), None
+    except ImportError as error:
+        reason = str(report.get("error", error))
+        if resources.files("resode_kernels").joinpath("../setup.py").is_file():
+            reason += (
+                "; this is resode_kernels' source tree: start Python elsewhere to get the "
+                "installed package, or `pip install -e .` to build the module here"
+            )
+        return None, reason
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _addresses(tensors: Sequence[Tensor | None]) -> list[int]:
+    return [0 if t is None else t.data_ptr() for t in tensors]
+
+
+def _strides(problem: Problem, tensors: Sequence[Tensor | None]) -> list[int]:
+    """Bytes from a block's tensor to the next block's, where they are stacked."""
+    if problem.block == "conv":
+        return []
+    return [0 if t is None else t.stride(0) * t.element_size() for t in tensors]
+
+
+def contiguous(tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """The copies, if any are needed, have to live until the kernels are done."""
+    return [None if t is None else t.contiguous() for t in tensors]
+
+
+def stage_of(
+    module: Any,
+    problem: Problem,
+    parameters: Sequence[Tensor | None],
+    state: Tensor,
+    threads: int = 1,
+) -> Any:
+    """``parameters``: the problem's, contiguous; ``state``: any, [rows, dim] or channels-last."""
+    weight = parameters[0]
+    assert weight is not None
+    dim = state.shape[-1]
+    height, width = state.shape[1:3] if problem.block == "conv" else (1, 1)
+    return module.Stage(
+        block=problem.block,
+        activation=problem.activation,
+        scheme=problem.method.scheme,
+        steps=problem.method.steps,
+        step=problem.method.step,
+        tied=problem.tied,
+        rows=state.numel() // dim,
+        dim=dim,
+        hidden=weight.shape[1],
+        height=height,
+        width=width,
+        convolutions=problem.convolutions,
+        epsilon=problem.epsilon,
+        stream=_name(state.dtype),
+        storage=_name(weight.dtype),
+        parameters=_addresses(parameters),
+        strides=_strides(problem, parameters),
+        keep_every=problem.method.keep_every,
+        threads=threads,
+    )
+
+
+def forward_of(module: Any, x: Tensor, y: Tensor, anchors: Tensor, statistics: Tensor) -> Any:
+    return module.Forward(
+        x=x.data_ptr(),
+        y=y.data_ptr(),
+        anchors=anchors.data_ptr(),
+        statistics=statistics.data_ptr(),
+    )
+
+
+def reverse_of(
+    module: Any,
+    problem: Problem,
+    start: Tensor,
+    anchors: Tensor,
+    cotangent: Tensor,
+    gradients: Sequence[Tensor | None],
+) -> Any:
+    grad_x, *wanted = _addresses(gradients)
+    return module.Reverse(
+        rule=problem.method.rule,
+        order=problem.method.order,
+        start=start.data_ptr(),
+        anchors=anchors.data_ptr(),
+        cotangent=cotangent.data_ptr(),
+        grad_x=grad_x,
+        gradients=wanted,
+        strides=_strides(problem, gradients[1:]),
+        blocks=1 if problem.tied else problem.blocks,
+    )
+
+
+@contextmanager
+def written(results: Sequence[Tensor | None]) -> Iterator[list[Tensor | None]]:
+    """Where kernels may write: the results themselves if they are contiguous, else stand-ins that
+    are copied to them in the end."""
+    buffers = [r if r is None or r.is_contiguous() else r.new_empty(r.shape) for r in results]
+    yield buffers
+    for result, buffer in zip(results, buffers, strict=True):
+        if result is not None and buffer is not None and buffer is not result:
+            result.copy_(buffer)
