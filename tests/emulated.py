@@ -45,9 +45,13 @@ def build(flags: Sequence[str] = (), sources: Path = CSRC) -> Path:
             units.append((source, []))
     includes = [f"-I{pybind11.get_include()}", f"-I{sysconfig.get_path('include')}"]
     architectures = '-DRESODE_CUDA_ARCHS="\\"emulated\\""'
-    flags = [*flags, *os.environ.get("RESODE_EMULATION_FLAGS", "").split()]
+    flags = [*flags, *more_flags()]
     own = [*flags, *includes, architectures]
     return link(MODULE, units, own, ["-shared", *flags], [sources])
+
+
+def more_flags() -> list[str]:
+    return os.environ.get("RESODE_EMULATION_FLAGS", "").split()
 
 
 def load(path: Path) -> ModuleType:
@@ -82,8 +86,8 @@ def link(
     `sources` are folders on which `units` depend beside the emulation's own.
     """
     compiler = os.environ.get("CXX", "g++")
-    version = subprocess.run([*compiler.split(), "--version"], capture_output=True, check=True)
-    key = hashlib.sha256(repr((name, units, flags, link_flags, FLAGS)).encode() + version.stdout)
+    version = output([*compiler.split(), "--version"])
+    key = hashlib.sha256(repr((name, units, flags, link_flags, FLAGS)).encode() + version.encode())
     for folder in (EMULATION, *sources):
         for path in sorted(path for path in folder.rglob("*") if path.is_file()):
             key.update(str(path).encode() + path.read_bytes())
@@ -94,11 +98,21 @@ def link(
         if not (directory / name).exists():
             write_ninja(directory, name, units, compiler, flags, link_flags)
             ninja = [sys.executable, "-m", "ninja", "--quiet", "-C", str(directory)]
-            done = subprocess.run(ninja, text=True, capture_output=True)
-            if done.returncode:
-                raise RuntimeError(f"the emulated kernels could not be built\n{done.stdout}")
-            print(done.stdout, end="")  # warnings
+            print(output(ninja), end="")  # warnings
     return directory / name
+
+
+def run_alone(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
+    """Runs a program without the sanitizer that this process may run under."""
+    environment = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}
+    return subprocess.run(command, text=True, capture_output=True, env=environment)
+
+
+def output(command: Sequence[str]) -> str:
+    done = run_alone(command)
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(command)} failed\n{done.stdout}{done.stderr}")
+    return done.stdout
 
 
 def write_ninja(
@@ -116,7 +130,7 @@ def write_ninja(
         ninja.variable("flags", [*FLAGS, f"-I{EMULATION / 'include'}"])
         ninja.rule("compile", "$cxx $flags $own -x c++ -c $in -o $out")
         ninja.rule("link", "$cxx $link $in -o $out.new && mv $out.new $out")
-        emulator: list[Unit] = [(EMULATION / "emulator.cpp", []), (EMULATION / "warp.cpp", [])]
+        emulator: list[Unit] = [(EMULATION / name, []) for name in ("emulator.cpp", "warp.cpp")]
         objects = []
         for i, (source, own) in enumerate([*emulator, *((s, [*flags, *f]) for s, f in units)]):
             target = f"{i}_{source.stem}.o"

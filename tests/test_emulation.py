@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import re
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
@@ -21,8 +20,8 @@ PRODUCTS = {"f16": 0, "bf16": 1, "tf32": 2}
 
 @pytest.fixture(scope="module")
 def library() -> ctypes.CDLL:
-    source = emulated.EMULATION / "kernels.cu"
-    return ctypes.CDLL(str(emulated.link("kernels.so", [(source, [])], [], ["-shared"])))
+    source, flags = emulated.EMULATION / "kernels.cu", emulated.more_flags()
+    return ctypes.CDLL(str(emulated.link("kernels.so", [(source, [])], flags, ["-shared", *flags])))
 
 
 @pytest.fixture
@@ -284,7 +283,7 @@ def test_a_sanitizer_finds_the_mistake(sanitizer: str, kernel: str) -> None:
     def report(which: str) -> str:
         # ThreadSanitizer does not know every layout of a process's memory.
         command = ["setarch", "-R", str(sanitized(sanitizer)), kernel, which]
-        done = subprocess.run(command, capture_output=True, text=True)
+        done = emulated.run_alone(command)
         assert (done.returncode == 0) == (which == "intact"), done.stderr
         return done.stderr
 

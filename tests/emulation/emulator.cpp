@@ -78,16 +78,13 @@ struct Warp : Barrier {
 };
 
 struct Thread {
-  Thread(char* stack, void (*enter)(), uint3 index, Warp& warp, int lane)
-      : fiber(stack, enter), index(index), warp(warp), lane(lane) {}
-
-  Fiber fiber;
+  Fiber& fiber;
   uint3 index;
   Warp& warp;
   int lane;
   bool returned = false;
-  Place place;  // where it waits
-  std::vector<Copy> copies;
+  Place place = {};  // where it waits
+  std::vector<Copy> copies = {};
   size_t copied = 0;  // how many of them have been made
   int groups = 0;     // committed ones
 };
@@ -115,7 +112,7 @@ class Order {
 };
 
 struct Block {
-  Block(const Kernel& kernel, Order& order, Stacks& stacks, dim3 size);
+  Block(const Kernel& kernel, Order& order, Fibers& fibers, dim3 size);
 
   std::string run();
   void next(bool last = false);
@@ -125,7 +122,7 @@ struct Block {
   const Kernel& kernel;
   Order& order;
   Fiber host;
-  std::vector<std::unique_ptr<Thread>> threads;
+  std::vector<Thread> threads;
   std::vector<Warp> warps;
   Barrier barrier;
   std::vector<Thread*> ready;  // the next one is the last
@@ -135,7 +132,12 @@ struct Block {
 
 Block* running;
 size_t shared_bytes;
-char end_of_launch;  // a tag
+char begin_of_launch, end_of_launch;  // tags
+
+bool same(Place a, Place b) {
+  return a.line() == b.line() &&
+         (a.file_name() == b.file_name() || std::string_view(a.file_name()) == b.file_name());
+}
 
 std::string text(Place place) {
   std::string_view file = place.file_name();
@@ -149,25 +151,30 @@ std::string text(uint3 index) {
 
 void run_thread() {
   running->current->fiber.arrive();
+  acquire(&begin_of_launch);
   running->kernel.call(running->kernel);
   running->current->returned = true;
   release(&end_of_launch);
   running->next(true);
 }
 
-Block::Block(const Kernel& kernel, Order& order, Stacks& stacks, dim3 size)
+Block::Block(const Kernel& kernel, Order& order, Fibers& fibers, dim3 size)
     : kernel(kernel), order(order) {
   size_t count = size.x * size.y * size.z;
   warps.resize((count + kWarp - 1) / kWarp);
   barrier.expect(count);
+  threads.reserve(count);
+  size_t first = fibers.take(count);
   for (size_t i = 0; i < count; ++i) {
     uint3 index{unsigned(i) % size.x, unsigned(i) / size.x % size.y, unsigned(i) / size.x / size.y};
     Warp& warp = warps[i / kWarp];
     if (i % kWarp == 0) warp.expect(std::min<size_t>(kWarp, count - i));
-    threads.push_back(std::make_unique<Thread>(stacks[i], run_thread, index, warp, int(i % kWarp)));
+    Fiber& fiber = fibers[first + i];
+    fiber.prepare(run_thread, "block " + text(here.block) + ", thread " + text(index));
+    threads.push_back({fiber, index, warp, int(i % kWarp)});
   }
   ready.reserve(count);
-  for (auto& thread : threads) ready.push_back(thread.get());
+  for (Thread& thread : threads) ready.push_back(&thread);
   order.arrange(ready.begin(), ready.end());
   std::reverse(ready.begin(), ready.end());
 }
@@ -175,7 +182,7 @@ Block::Block(const Kernel& kernel, Order& order, Stacks& stacks, dim3 size)
 std::string Block::run() {
   next();
   if (error.empty() && !std::all_of(threads.begin(), threads.end(),
-                                    [](const auto& thread) { return thread->returned; }))
+                                    [](const Thread& thread) { return thread.returned; }))
     error = "not all threads reach a barrier: " + describe_waiting();
   return error.empty() ? error : "block " + text(here.block) + ": " + error;
 }
@@ -200,7 +207,7 @@ void Block::meet(Barrier& barrier, Place place, Together together) {
   self.place = place;
   if (!barrier.waiting.empty()) {
     Place other = barrier.waiting.front()->place;
-    if (place.line() != other.line() || std::strcmp(place.file_name(), other.file_name()) != 0)
+    if (!same(place, other))
       fail("threads meet at different places: " + text(other) + " and " + text(place));
   }
   barrier.waiting.push_back(&self);
@@ -215,8 +222,8 @@ void Block::meet(Barrier& barrier, Place place, Together together) {
 
 std::string Block::describe_waiting() const {
   std::map<std::string, int> counts;
-  for (const auto& thread : threads)
-    ++counts[thread->returned ? "have returned" : "wait at " + text(thread->place)];
+  for (const Thread& thread : threads)
+    ++counts[thread.returned ? "have returned" : "wait at " + text(thread.place)];
   std::string list;
   for (const auto& [state, count] : counts)
     list += (list.empty() ? "" : ", ") + std::to_string(count) + " " + state;
@@ -239,7 +246,7 @@ void check_mask(unsigned mask) {
 
 // The block's shared memory: NaNs, and nothing behind it.
 void renew_shared() {
-  if (races_are_watched()) renew(resode_shared, (shared_bytes + kPage - 1) / kPage * kPage);
+  if (races_are_watched()) renew(resode_shared, (shared_bytes / kPage + 1) * kPage);
   if (__asan_unpoison_memory_region) {
     __asan_unpoison_memory_region(resode_shared, sizeof(resode_shared));
     __asan_poison_memory_region(resode_shared + shared_bytes, sizeof(resode_shared) - shared_bytes);
@@ -333,7 +340,7 @@ bool copy_due(int prior, Copy& copy) {
 
 std::string launch(const Kernel& kernel, dim3 grid, dim3 block, size_t shared) {
   std::lock_guard lock(one_launch);
-  static Stacks stacks(kMaxThreads);
+  static Fibers fibers;
   Order order;
   if (!order.known()) return "RESODE_EMULATION_ORDER is forward, reverse or shuffle";
   std::string error = check_launch(kernel, grid, block, shared);
@@ -348,11 +355,14 @@ std::string launch(const Kernel& kernel, dim3 grid, dim3 block, size_t shared) {
     here.block = {unsigned(i % grid.x), unsigned(i / grid.x % grid.y),
                   unsigned(i / grid.x / grid.y)};
     renew_shared();
-    auto state = std::make_unique<Block>(kernel, order, stacks, block);
+    release(&begin_of_launch);
+    auto state = std::make_unique<Block>(kernel, order, fibers, block);
     running = state.get();
     error = state->run();
     destroy(std::move(state));
-    if (!error.empty()) break;
+    if (error.empty()) continue;
+    fibers = {};  // some were left in the middle
+    break;
   }
   acquire(&end_of_launch);
   return error;

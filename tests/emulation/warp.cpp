@@ -42,37 +42,30 @@ void rows_together(Lane* lanes, int count) {
             rows[8 * matrix + (transposed ? 2 * (i % 4) + half : i / 4)];
 }
 
-float half_of(Product product, uint32_t pair, int which) {
-  uint16_t bits = uint16_t(pair >> (16 * which));
-  return product == Product::f16 ? emulation::half_to_float(bits)
-                                 : emulation::bfloat16_to_float(bits);
+// The number `which` of a register.
+template <Product product>
+float number(uint32_t bits, int which) {
+  if constexpr (product == Product::f16) return half_to_float(uint16_t(bits >> 16 * which));
+  if constexpr (product == Product::bf16) return bfloat16_to_float(uint16_t(bits >> 16 * which));
+  return std::bit_cast<float>(bits & ~0x1fffu);  // tensor cores read 19 bits
 }
-
-// The tensor cores read 19 bits of a TF32 number.
-float tf32_of(uint32_t bits) { return std::bit_cast<float>(bits & ~0x1fffu); }
 
 template <Product product>
 void multiply_together(Lane* lanes, int count) {
   if (count != kWarp) fail("mma needs whole warps");
-  constexpr bool tf32 = product == Product::tf32;
-  constexpr int depth = tf32 ? 8 : 16;
+  constexpr int each = product == Product::tf32 ? 1 : 2;  // numbers of a register
+  constexpr int depth = 8 * each;
   float a[16][depth], b[depth][8], d[16][8];
   for (int lane = 0; lane < kWarp; ++lane) {
     const auto& own = lanes[lane].product;
     int g = lane / 4, t = lane % 4;
     for (int i = 0; i < 4; ++i) {
       d[g + 8 * (i / 2)][2 * t + i % 2] = own.d[i];
-      float* row = a[g + 8 * (i % 2)];
-      if constexpr (tf32)
-        row[t + 4 * (i / 2)] = tf32_of(own.a[i]);
-      else
-        for (int k = 0; k < 2; ++k) row[2 * t + 8 * (i / 2) + k] = half_of(product, own.a[i], k);
+      for (int k = 0; k < each; ++k)
+        a[g + 8 * (i % 2)][each * (t + 4 * (i / 2)) + k] = number<product>(own.a[i], k);
     }
     for (int i = 0; i < 2; ++i)
-      if constexpr (tf32)
-        b[t + 4 * i][g] = tf32_of(own.b[i]);
-      else
-        for (int k = 0; k < 2; ++k) b[2 * t + 8 * i + k][g] = half_of(product, own.b[i], k);
+      for (int k = 0; k < each; ++k) b[each * (t + 4 * i) + k][g] = number<product>(own.b[i], k);
   }
   for (int m = 0; m < 16; ++m)
     for (int k = 0; k < depth; ++k)
