@@ -44,8 +44,8 @@ def plans(kernel: str, precision: str, target: Target) -> Iterator[Plan]:
         block = "mlp" if "Mlp" in kernel else "linear"
         stage = _stage(block, dim, precision)
         io = _reverse(block) if "reverse" in kernel else _forward()
-        if module.covers(stage, io, gpu):
-            plan = module.plan(stage, io, gpu)
+        plan = module.plan(stage, io, gpu)
+        if plan is not None:
             yield Plan(dim, plan["rows"], plan["chunk"], plan["shared"])
 
 
