@@ -1,7 +1,7 @@
 // σ(z) and σ'(z) of every activation.
 //
-// Written once for every processor. M is the arithmetic: its Scalar, exp, expm1 and the
-// normal distribution; V is what it computes with, vectors or a scalar. Where a caller drops the
+// Written once for every processor. M is the arithmetic: its Scalar, exp, tanh and the normal
+// distribution; V is what it computes with, vectors or a scalar. Where a caller drops the
 // slope, the compiler drops its computation. A NaN in gives a NaN out.
 
 #pragma once
@@ -19,13 +19,11 @@ struct Relu {
   }
 };
 
-// tanh z = e/(e + 2) with e = exp(2z) − 1, which does not cancel near zero.
 struct Tanh {
   template <class M, class V>
   static RESODE_INLINE void apply(V z, V& value, V& slope) {
     using T = typename M::Scalar;
-    const V e = M::expm1(T(2) * clamp(z, M::tanh_limit));
-    value = e / (e + T(2));
+    value = M::tanh(z);
     slope = T(1) - value * value;
   }
 };

@@ -134,10 +134,11 @@ def run_residual(
         checks.floating(f"x[{i}]" if isinstance(x, tuple) else "x", part)
     if not parts(x):
         raise ValueError("x must hold at least one tensor, but is an empty tuple")
-    if how.backend not in ("auto", "triton", "reference"):
+    if how.backend not in ("auto", "cuda", "triton", "reference"):
         raise backends.BackendUnavailableError(
             f"backend={how.backend!r} is not available: blocks that are modules run in PyTorch "
-            "(backend='auto', 'reference', or 'triton', which updates the states by its kernels)"
+            "(backend='auto', 'reference', or 'cuda' or 'triton', which update the states by their "
+            "kernels)"
         )
     blocks = list(modules) * how.blocks(depth) if len(modules) == 1 else modules
     chosen = {backends.choose(how.backend, t.device, t.dtype) for t in parts(x)}
@@ -148,7 +149,7 @@ def run_residual(
         kwargs,
         how.method(depth),
         stored=how.backward == "stored",
-        backend="triton" if chosen == {"triton"} else "reference",
+        backend=chosen.pop() if chosen in ({"cuda"}, {"triton"}) else "reference",
     )
     return result
 

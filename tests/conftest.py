@@ -6,14 +6,27 @@ import os
 from collections.abc import Iterator
 
 import pytest
+
+if "PYTEST_XDIST_WORKER" in os.environ:  # the workers of `pytest -n auto` share the processor
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 import torch
 
 if not torch.cuda.is_available():  # before anything imports triton
     os.environ["TRITON_INTERPRET"] = "1"
 
+import providers
+
 from resode_kernels.backends import cpp
+from resode_kernels.backends.layerwise import Kernels
 
 INSTRUCTION_SETS = cpp._C.supported() if cpp.unavailable() is None else []
+
+
+def pytest_cmdline_main(config: pytest.Config) -> None:
+    """In parallel runs, tests that share an expensive fixture stay together."""
+    if getattr(config.option, "numprocesses", None):
+        config.option.dist = "loadgroup"
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -56,3 +69,31 @@ def threads(request: pytest.FixtureRequest) -> Iterator[int]:
     torch.set_num_threads(request.param)
     yield request.param
     torch.set_num_threads(before)
+
+
+# ----------------------------------------------------------------------------- layer-wise kernels
+
+
+@pytest.fixture(params=["triton", "cuda"])
+def provider(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[providers.Provider]:
+    """In memory full of NaNs; tensors are made where the kernels run."""
+    request.getfixturevalue("nan_memory")
+    with torch.device(providers.DEVICE):
+        yield providers.load(request.param, monkeypatch)
+
+
+@pytest.fixture
+def kernels(provider: providers.Provider) -> Kernels:
+    return provider.kernels
+
+
+@pytest.fixture
+def small_tiles(provider: providers.Provider, monkeypatch: pytest.MonkeyPatch) -> None:
+    providers.divide(provider, monkeypatch)
+
+
+@pytest.fixture
+def launches(provider: providers.Provider, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    return providers.count_launches(provider, monkeypatch)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -115,7 +116,7 @@ def steps(stage: rk.Stage, f: Callable[[int, Tensor], Tensor], x: Tensor) -> Ten
 
 def relative_error(a: Tensor | np.ndarray, b: Tensor | np.ndarray) -> float:
     """‖a − b‖/‖b‖, in at least b's precision."""
-    a, b = (np.asarray(t.to(torch.float64) if isinstance(t, Tensor) else t) for t in (a, b))
+    a, b = (np.asarray(t.to("cpu", torch.float64) if isinstance(t, Tensor) else t) for t in (a, b))
     return float(np.linalg.norm((a - b).ravel()) / max(np.linalg.norm(b.ravel()), 1e-300))
 
 
@@ -189,6 +190,13 @@ def in_dtype(dtype: torch.dtype) -> engine.Kit:
         combine=reference.combine,
         widens=True,
     )
+
+
+def shifted(t: Tensor) -> Tensor:
+    """A copy, laid out like t, in memory that begins one element beyond a boundary of 16 bytes."""
+    memory = torch.empty(t.numel() + 1, dtype=t.dtype, device=t.device)
+    assert memory.data_ptr() % 16 == 0
+    return memory.as_strided(t.shape, t.stride(), 1).copy_(t)
 
 
 # ------------------------------------------------------------------- more precise than float64
@@ -319,7 +327,7 @@ class LongConv(reference.Block):
 
 
 def long(t: Tensor | None) -> Any:
-    return None if t is None else t.detach().to(torch.float64).numpy().astype(np.longdouble)
+    return None if t is None else t.detach().to("cpu", torch.float64).numpy().astype(np.longdouble)
 
 
 def long_conv_blocks(stage: rk.ConvStage) -> list[LongConv]:
@@ -394,6 +402,19 @@ Run = Callable[[rk.Stage, Tensor, Tensor], list[Tensor]]
 def by(backend: str) -> Run:
     """``gradients`` by a backend."""
     return lambda stage, x, g: gradients(stage.configure(backend=backend), x, g)
+
+
+def running(kit: engine.Kit) -> Run:
+    """``gradients`` by the reference with other blocks."""
+
+    def run(stage: rk.Stage, x: Tensor, g: Tensor) -> list[Tensor]:
+        patches = [
+            patch.object(f, "__defaults__", (kit,)) for f in (engine.forward, engine.reverse)
+        ]
+        with patches[0], patches[1]:
+            return by("reference")(stage, x, g)
+
+    return run
 
 
 CPP, PYTORCH = by("cpp"), by("reference")

@@ -1,5 +1,5 @@
-// exp, expm1 and the normal distribution for SIMD vectors of float and double, within about two
-// units in the last place over the range the activations use.
+// exp, expm1, tanh and the normal distribution for SIMD vectors of float and double, within about
+// two units in the last place over the range the activations use.
 
 #pragma once
 
@@ -96,6 +96,13 @@ struct Math : Constants<T> {
     V power, e;
     reduce(x, power, e);
     return power * e + (power - T(1));
+  }
+
+  // tanh x = e/(e + 2) with e = exp(2x) − 1, which does not cancel near zero.
+  template <class V>
+  static RESODE_INLINE V tanh(V x) {
+    const V e = expm1(T(2) * clamp(x, C::tanh_limit));
+    return e / (e + T(2));
   }
 
   // Φ(−a) = e^(−a²/2) m(a) for a ≥ 0, where (a + 4) m(a) is a smooth function of

@@ -95,10 +95,11 @@ class Mlp : Shared<P, Block::mlp> {
       each_tile(net_.tiling.rows, c.units, [&](int row, int unit) {
         Sum z[1] = {};
         add_product<P>(z, Base::point(), row, Base::w1(c.buffer), unit, Base::depth());
-        each_place([&](int r, int u, int j, int e) {
-          float value, slope;
-          activate(net_.activation, z[0].of[j][e] + bias1(c, unit + u), value, slope);
-          *hidden()(row + r, unit + u) = row + r < place.left ? value : 0;
+        float u[8], slope[8];
+        each_place([&](int, int j, int i) { z[0].of[i] += bias1(c, unit + j); });
+        activate(net_.activation, z[0].of, u, slope);
+        each_place([&](int r, int j, int i) {
+          *hidden()(row + r, unit + j) = row + r < place.left ? u[i] : 0;
         });
       });
       __syncthreads();
@@ -126,12 +127,13 @@ class Mlp : Shared<P, Block::mlp> {
         if (back)
           add_product_across<P>(du, Base::cotangent(), row, Base::w2(chunk.buffer), unit,
                                 Base::depth());
-        each_place([&](int r, int u, int j, int e) {
-          float value, slope;
-          activate(net_.activation, z[0].of[j][e] + bias1(chunk, unit + u), value, slope);
+        float u[8], slope[8];
+        each_place([&](int, int j, int i) { z[0].of[i] += bias1(chunk, unit + j); });
+        activate(net_.activation, z[0].of, u, slope);
+        each_place([&](int r, int j, int i) {
           const bool inside = row + r < place.left;
-          *hidden()(row + r, unit + u) = inside ? value : 0;
-          *hidden_cotangent()(row + r, unit + u) = inside ? s * du[0].of[j][e] * slope : 0;
+          *hidden()(row + r, unit + j) = inside ? u[i] : 0;
+          *hidden_cotangent()(row + r, unit + j) = inside ? s * du[0].of[i] * slope[i] : 0;
         });
       });
       __syncthreads();
@@ -280,9 +282,8 @@ class Linear : Shared<P, Block::linear> {
     each_tile(net_.tiling.rows, chunk.rows, [&](int row, int column) {
       Sum sum[1] = {};
       add_product<P>(sum, Base::point(), row, Base::w1(chunk.buffer), column, Base::depth());
-      each_place([&](int r, int c, int j, int e) {
-        *value()(row + r, chunk.first + column + c) = sum[0].of[j][e];
-      });
+      each_place(
+          [&](int r, int c, int i) { *value()(row + r, chunk.first + column + c) = sum[0].of[i]; });
     });
   }
 

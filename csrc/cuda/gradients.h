@@ -32,13 +32,13 @@ struct Gradients {
     const auto place = [&](int r, int c) { return to + int64_t(row + r) * columns + column + c; };
     const auto inside = [&](int r, int c) { return row + r < rows && column + c < columns; };
     if (!fresh)
-      each_place([&](int r, int c, int j, int e) {
-        if (inside(r, c)) before.of[j][e] = *place(r, c);
+      each_place([&](int r, int c, int i) {
+        if (inside(r, c)) before.of[i] = *place(r, c);
       });
     Sum sum{};
     add_outer_product<P>(sum, a, a_column, b, b_column, depth);
-    each_place([&](int r, int c, int j, int e) {
-      if (inside(r, c)) *place(r, c) = fmaf(factor, sum.of[j][e], before.of[j][e]);
+    each_place([&](int r, int c, int i) {
+      if (inside(r, c)) *place(r, c) = fmaf(factor, sum.of[i], before.of[i]);
     });
   }
 

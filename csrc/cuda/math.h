@@ -22,10 +22,9 @@ __device__ __forceinline__ float clamp(float x, float limit) {
 struct Math {
   using Scalar = float;
   static constexpr float exp_limit = 87.3f;  // e^±limit is a normal number
-  static constexpr float tanh_limit = 9.1f;  // tanh rounds to 1 beyond it
 
   static __device__ __forceinline__ float exp(float x) { return expf(x); }
-  static __device__ __forceinline__ float expm1(float x) { return expm1f(x); }
+  static __device__ __forceinline__ float tanh(float x) { return tanhf(x); }
   // Φ(z) = erfc(−z/√2)/2, which does not cancel for negative z.
   static __device__ __forceinline__ void normal(float z, float& cdf, float& pdf) {
     cdf = 0.5f * erfcf(-0.70710678118654752f * z);

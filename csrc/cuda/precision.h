@@ -32,9 +32,14 @@ __device__ __forceinline__ int lane() { return threadIdx.x % 32; }
 __device__ __forceinline__ int lane_group() { return lane() / 4; }   // g
 __device__ __forceinline__ int lane_member() { return lane() % 4; }  // t
 
-// A 16 × 16 tile of sums: of[j][e] is at row g + 8 (e / 2), column 8 j + 2 t + e % 2.
+// A 16 × 16 tile of sums, of which a lane has of[i] at row g + 8 (i / 2 % 2) and column
+// 8 (i / 4) + 2 t + i % 2: two of the tensor cores' tiles side by side.
 struct Sum {
-  float of[2][4];
+  float of[8];
+
+  __device__ __forceinline__ float (&side(int j))[4] {
+    return *reinterpret_cast<float (*)[4]>(of + 4 * j);
+  }
 };
 
 template <class T>
@@ -112,10 +117,8 @@ struct Float32 {
 #pragma unroll
     for (int d = 0; d < 4; ++d)
 #pragma unroll
-      for (int j = 0; j < 2; ++j)
-#pragma unroll
-        for (int e = 0; e < 4; ++e)
-          sum.of[j][e] = fmaf(a.of[e / 2][d], b.of[2 * j + e % 2][d], sum.of[j][e]);
+      for (int i = 0; i < 8; ++i)
+        sum.of[i] = fmaf(a.of[i / 2 % 2][d], b.of[2 * (i / 4) + i % 2][d], sum.of[i]);
   }
 };
 
@@ -176,8 +179,8 @@ struct Tf32 {
     return b;
   }
   static __device__ __forceinline__ void multiply(Sum& sum, const A& a, const B& b) {
-    ptx::mma_tf32(sum.of[0], a.of, b.of[0]);
-    ptx::mma_tf32(sum.of[1], a.of, b.of[1]);
+    ptx::mma_tf32(sum.side(0), a.of, b.of[0]);
+    ptx::mma_tf32(sum.side(1), a.of, b.of[1]);
   }
 };
 
@@ -253,9 +256,9 @@ struct Half {
 #pragma unroll
     for (int j = 0; j < 2; ++j) {
       if constexpr (std::is_same_v<T, __half>)
-        ptx::mma_f16(sum.of[j], a.of, b.of[j]);
+        ptx::mma_f16(sum.side(j), a.of, b.of[j]);
       else
-        ptx::mma_bf16(sum.of[j], a.of, b.of[j]);
+        ptx::mma_bf16(sum.side(j), a.of, b.of[j]);
     }
   }
 };

@@ -37,19 +37,17 @@ __device__ __forceinline__ void add_product_across(Sum (&sums)[N], Tile<float> a
 template <class P>
 __device__ __forceinline__ void add_outer_product(Sum& sum, Tile<float> a, int row, Tile<float> b,
                                                   int column, int depth) {
-#pragma unroll 2
+#pragma unroll(16 / P::kDepth)
   for (int k = 0; k < depth; k += P::kDepth)
     P::multiply(sum, P::load_outer_a(a, row, k), P::load_outer_b(b, column, k));
 }
 
-// f(row, column, j, e) for this lane's numbers of[j][e] of a sum
+// f(row, column, i) for this lane's numbers of[i] of a sum
 template <class F>
 __device__ __forceinline__ void each_place(F f) {
 #pragma unroll
-  for (int j = 0; j < 2; ++j)
-#pragma unroll
-    for (int e = 0; e < 4; ++e)
-      f(lane_group() + 8 * (e / 2), 8 * j + 2 * lane_member() + e % 2, j, e);
+  for (int i = 0; i < 8; ++i)
+    f(lane_group() + 8 * (i / 2 % 2), 8 * (i / 4) + 2 * lane_member() + i % 2, i);
 }
 
 // f(row, column) for the 16 × 16 tiles of a [rows, columns] matrix that are this warp's

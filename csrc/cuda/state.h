@@ -17,11 +17,9 @@ struct State {
 template <class F>
 __device__ __forceinline__ void each(State& a, const State& b, F f) {
 #pragma unroll
-  for (int i = 0; i < 2; ++i)
+  for (int j = 0; j < 2; ++j)
 #pragma unroll
-    for (int j = 0; j < 2; ++j)
-#pragma unroll
-      for (int e = 0; e < 4; ++e) f(a.of[i].of[j][e], b.of[i].of[j][e]);
+    for (int i = 0; i < 8; ++i) f(a.of[j].of[i], b.of[j].of[i]);
 }
 __device__ __forceinline__ State operator+(State a, const State& b) {
   each(a, b, [](float& x, float y) { x += y; });
@@ -60,13 +58,11 @@ struct Place {
   __device__ __forceinline__ void pairs(State& state, F f) const {
     if (!active) return;
 #pragma unroll
-    for (int i = 0; i < 2; ++i)
+    for (int j = 0; j < 2; ++j)
 #pragma unroll
-      for (int j = 0; j < 2; ++j)
-#pragma unroll
-        for (int e = 0; e < 4; e += 2)
-          f(row + lane_group() + 4 * e, column + 16 * i + 8 * j + 2 * lane_member(),
-            state.of[i].of[j][e], state.of[i].of[j][e + 1]);
+      for (int i = 0; i < 8; i += 2)
+        f(row + lane_group() + 8 * (i / 2 % 2), column + 16 * j + 8 * (i / 4) + 2 * lane_member(),
+          state.of[j].of[i], state.of[j].of[i + 1]);
   }
 
   // From and to a [rows, dim] matrix in global memory.

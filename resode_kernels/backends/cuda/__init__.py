@@ -53,6 +53,8 @@ def refuses(device: torch.device, dtype: torch.dtype) -> str | None:
         )
     if device.type != "cuda":
         return f"it runs on NVIDIA GPUs, not on {device.type!r}"
+    if not torch.cuda.is_available():
+        return "torch finds no GPU"
     return _unfit(torch.cuda.current_device() if device.index is None else device.index)
 
 
