@@ -69,8 +69,8 @@ def test_kernels_keep_to_registers_and_multiply_on_tensor_cores(
     fused = 0
     for mangled, name in zip(kernels, sass.readable(list(kernels)), strict=True):
         code = kernels[mangled]
-        assert code.instructions, name
-        assert code.local_memory == 0, name
+        assert code.instructions, mangled
+        assert code.local_memory == 0, mangled
         if cuda_resources.is_fused(name):
             fused += 1
             assert (code.tensor_core > 0) == ("Float32" not in mangled), mangled

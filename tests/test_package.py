@@ -68,13 +68,16 @@ def test_an_environment_variable_forces_a_lower_instruction_set(tmp_path: Path) 
 
 @pytest.mark.needs_cpp
 def test_instruction_sets_differ_in_speed() -> None:
-    """Each build uses its own vectors: the FMA peak rises from one to the next."""
+    """Each build uses its own vectors: the FMA peak rises from one to the next. In turns and for
+    moments, of which some are undisturbed even if others use the processor, too."""
     before = cpp._C.selected()
-    peaks = []
-    for name in cpp._C.supported():
-        cpp._C.select(name)
-        peaks.append(max(cpp._C.fma_peak(threads=1, seconds=0.05) for _ in range(5)))
+    best = dict.fromkeys(cpp._C.supported(), 0.0)
+    for _ in range(100):
+        for name in best:
+            cpp._C.select(name)
+            best[name] = max(best[name], cpp._C.fma_peak(threads=1, seconds=0.001))
     cpp._C.select(before)
+    peaks = list(best.values())
     assert peaks == sorted(peaks)
     if len(peaks) > 1:
         assert peaks[-1] > 2 * peaks[0]
