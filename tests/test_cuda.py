@@ -231,7 +231,7 @@ def test_partial_sums_are_bounded(scheme: str, tied: bool) -> None:
 
 
 def test_frozen_parameters_need_no_sums() -> None:
-    made = make_stage("tanh", 64, 64, 4096)
+    made = make_stage("tanh", 64, 64, 4)
     problem, module = problem_of(made), gpu.module()
     state = torch.empty(1000, 64)
     stage = native.stage_of(module, problem, problem.parameters, state)

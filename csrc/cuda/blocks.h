@@ -41,6 +41,9 @@ class Shared {
   __device__ Shared(const Network& net, bool reverse)
       : net_(net), layout_(kBlock, net.tiling, int(sizeof(Weight)), reverse) {}
 
+  // A place for a state that is not worked with.
+  __device__ Tile<float> resting() const { return tile<float>(layout_.resting, net_.tiling.width); }
+
  protected:
   static __device__ __forceinline__ unsigned char* memory() {
     extern __shared__ __align__(16) unsigned char resode_shared[];
@@ -77,7 +80,7 @@ class Shared {
 // -------------------------------------------------------------------------------------------- mlp
 
 template <class P>
-class Mlp : Shared<P, Block::mlp> {
+class Mlp : public Shared<P, Block::mlp> {
   using Base = Shared<P, Block::mlp>;
   using Base::net_;
   using typename Base::Weight;
@@ -105,13 +108,19 @@ class Mlp : Shared<P, Block::mlp> {
         float u[8], slope[8];
         add_product<P>(z, point, row, w1, unit, Base::depth());
         if (back) add_product_across<P>(du, cotangent, row, w2, unit, Base::depth());
-        each_place([&](int, int j, int i) { z[0].of[i] += bias1(chunk, unit + j); });
+        each_pair([&](int, int j, int i) {
+          z[0].of[i] += bias1(chunk, unit + j), z[0].of[i + 1] += bias1(chunk, unit + j + 1);
+        });
         activate(net_.activation, z[0].of, u, slope);
-        each_place([&](int r, int j, int i) {
-          const bool inside = row + r < place.left;
-          *hidden()(row + r, unit + j) = inside ? u[i] : 0;
+        each_pair([&](int r, int j, int i) {
+          const bool inside = row + r < place.left;  // beyond, zeros keep the states finite
+          const auto store = [&](Tile<float> tile, float x, float y) {
+            store_pair(tile(row + r, unit + j), inside ? x : 0, inside ? y : 0, true, true);
+          };
+          store(hidden(), u[i], u[i + 1]);
           if (back)
-            *hidden_cotangent()(row + r, unit + j) = inside ? s * du[0].of[i] * slope[i] : 0;
+            store(hidden_cotangent(), s * du[0].of[i] * slope[i],
+                  s * du[0].of[i + 1] * slope[i + 1]);
         });
       });
       __syncthreads();
@@ -201,7 +210,7 @@ class Mlp : Shared<P, Block::mlp> {
 // ----------------------------------------------------------------------------------------- linear
 
 template <class P>
-class Linear : Shared<P, Block::linear> {
+class Linear : public Shared<P, Block::linear> {
   using Base = Shared<P, Block::linear>;
   using Base::net_;
   using typename Base::Weight;
@@ -225,8 +234,9 @@ class Linear : Shared<P, Block::linear> {
         each_tile(rows, chunk.rows, [&](int row, int column) {
           Sum sum[1] = {};
           add_product<P>(sum, point, row, weight, column, Base::depth());
-          each_place([&](int r, int j, int i) {
-            *value()(row + r, chunk.first + column + j) = sum[0].of[i];
+          each_pair([&](int r, int j, int i) {
+            store_pair(value()(row + r, chunk.first + column + j), sum[0].of[i], sum[0].of[i + 1],
+                       true, true);
           });
         });
       if (!back) continue;

@@ -42,11 +42,10 @@ __global__ void __launch_bounds__(kThreads, 1)
   for (int64_t tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
     const bool first_tile = tile == blockIdx.x;
     const Place place(net, tile);
-    State x = place.load(walk.start), g = place.load(walk.cotangent);
-    steps.forget();
-    for (int n = walk.end - 1; n >= walk.begin; --n)
-      steps.reverse(place, walk, n, first_tile, x, g);
-    if (walk.end_state) place.store(walk.end_state, x);
+    State g = place.load(walk.cotangent);
+    steps.begin(place, place.load(walk.start));
+    for (int n = walk.end - 1; n >= walk.begin; --n) steps.reverse(place, walk, n, first_tile, g);
+    if (walk.end_state) place.store(walk.end_state, steps.state(place));
     place.store(walk.end_cotangent, g);
   }
 }

@@ -27,18 +27,22 @@ struct Gradients {
   __device__ __forceinline__ void add_outer(int k, float factor, Tile<float> a, int a_column,
                                             Tile<float> b, int b_column, int depth, int row,
                                             int column, int rows, int columns) const {
-    float* const to = at + sums.offsets[k];
-    Sum before{};
-    const auto place = [&](int r, int c) { return to + int64_t(row + r) * columns + column + c; };
+    const bool aligned = columns % 2 == 0;
+    float* const to = at + sums.offsets[k] + int64_t(row) * columns + column;
     const auto inside = [&](int r, int c) { return row + r < rows && column + c < columns; };
+    Sum before{};
     if (!fresh)
-      each_place([&](int r, int c, int i) {
-        if (inside(r, c)) before.of[i] = *place(r, c);
+      each_pair([&](int r, int c, int i) {
+        if (!inside(r, c)) return;
+        const float2 two = load_pair(to + r * columns + c, aligned, inside(r, c + 1));
+        before.of[i] = two.x, before.of[i + 1] = two.y;
       });
     Sum sum{};
     add_outer_product<P>(sum, a, a_column, b, b_column, depth);
-    each_place([&](int r, int c, int i) {
-      if (inside(r, c)) *place(r, c) = fmaf(factor, sum.of[i], before.of[i]);
+    each_pair([&](int r, int c, int i) {
+      if (inside(r, c))
+        store_pair(to + r * columns + c, fmaf(factor, sum.of[i], before.of[i]),
+                   fmaf(factor, sum.of[i + 1], before.of[i + 1]), aligned, inside(r, c + 1));
     });
   }
 

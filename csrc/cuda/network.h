@@ -33,6 +33,7 @@ struct Layout {
     const auto take = [&end](int bytes) { return (end += bytes) - bytes; };
     point = take(state);
     cotangent = take(reverse ? state : 0);
+    resting = take(reverse ? state : 0);
     value = take(mlp ? units : state);
     slope = take(mlp && reverse ? units : 0);
     weights = end;
@@ -44,6 +45,7 @@ struct Layout {
   }
 
   int point, cotangent;  // [rows, width]: p and the cotangent there, as operands
+  int resting;           // [rows, width]: the state x̃, while the threads work at p
   int value, slope;      // mlp: [rows, chunk], u and dz; linear: value is [rows, width], f(p)
   int weights;           // two buffers of so many bytes, each with
   int buffer;

@@ -52,6 +52,21 @@ struct Tile {
   }
 };
 
+// Two numbers that adjoin, the second of which may be beyond the end of its row; at once, if pairs
+// are aligned.
+__device__ __forceinline__ float2 load_pair(const float* at, bool aligned, bool second) {
+  if (aligned) return *reinterpret_cast<const float2*>(at);
+  return make_float2(at[0], second ? at[1] : 0);
+}
+__device__ __forceinline__ void store_pair(float* at, float x, float y, bool aligned, bool second) {
+  if (aligned) {
+    *reinterpret_cast<float2*>(at) = make_float2(x, y);
+  } else {
+    at[0] = x;
+    if (second) at[1] = y;
+  }
+}
+
 // The row of one of four 8 × 16-byte matrices that this lane names to ldmatrix, the matrices being
 // arranged [[0, 2], [1, 3]] or [[0, 1], [2, 3]].
 __device__ __forceinline__ int matrix_row(bool down_first) {

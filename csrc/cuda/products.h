@@ -42,12 +42,12 @@ __device__ __forceinline__ void add_outer_product(Sum& sum, Tile<float> a, int r
     P::multiply(sum, P::load_outer_a(a, row, k), P::load_outer_b(b, column, k));
 }
 
-// f(row, column, i) for this lane's numbers of[i] of a sum
+// f(row, column, i) for this lane's pairs of numbers of a sum, of[i] and of[i + 1] to its right
 template <class F>
-__device__ __forceinline__ void each_place(F f) {
+__device__ __forceinline__ void each_pair(F f) {
 #pragma unroll
-  for (int i = 0; i < 8; ++i)
-    f(lane_group() + 8 * (i / 2 % 2), 8 * (i / 4) + 2 * lane_member() + i % 2, i);
+  for (int i = 0; i < 8; i += 2)
+    f(lane_group() + 8 * (i / 2 % 2), 8 * (i / 4) + 2 * lane_member(), i);
 }
 
 // f(row, column) for the 16 × 16 tiles of a [rows, columns] matrix that are this warp's

@@ -23,17 +23,26 @@ class Steps {
     return mean(place, x, n, n + 1, net_.h, next, false, x);
   }
 
+  // Begins a reverse pass with the state x̃, which rests in shared memory, to leave registers free.
+  __device__ __forceinline__ void begin(const Place& place, const State& x) {
+    set_state(place, x);
+    known_ = false;
+  }
+  __device__ __forceinline__ State state(const Place& place) const {
+    return place.take(blocks_.resting());
+  }
+
   // Step n of the reverse pass: moves the state from x̃[n+1] to x̃[n] and the cotangent likewise, and
   // adds to the gradients of the parameters. Under Heun, with y = p + h f_n(p):
   //
   //   gy = ∂_x f_{n+1}(y)ᵀ (h/2) g,   gx = ∂_x f_n(p)ᵀ (h/2 g + h gy),   g ← g + gy + gx
   __device__ __forceinline__ void reverse(const Place& place, const ReverseWalk& walk, int n,
-                                          bool first_tile, State& x, State& g) {
+                                          bool first_tile, State& g) {
     const bool exact = walk.rule == Rule::exact, paper = walk.rule == Rule::paper;
     const bool last_step = n + 1 == net_.steps;
-    restart(place, walk, n, x);
-    State p = point(place, walk, n, x);
-    if (paper) x = p;
+    restart(place, walk, n);
+    const State p = point(place, walk, n);
+    if (paper) set_state(place, p);
     // Whether f_n(p) is what the reverse-time step n − 1 evaluates first.
     known_ = paper && (heun_ || net_.tied);
     const bool begins_above = heun_ && walk.rule == Rule::refined;
@@ -59,7 +68,7 @@ class Steps {
         continue;
       }
       if (values) {
-        if (!exact && !paper) move(place, walk, n, heun_ ? 0.5f * (first_ + value) : value, x);
+        if (!exact && !paper) move(place, walk, n, heun_ ? 0.5f * (first_ + value) : value);
         if (!heun_) first_ = value;
       }
       cotangent = fma(0.5f, g, gx);
@@ -68,9 +77,11 @@ class Steps {
     }
   }
 
-  __device__ __forceinline__ void forget() { known_ = false; }
-
  private:
+  __device__ __forceinline__ void set_state(const Place& place, const State& x) const {
+    place.put(blocks_.resting(), x);
+  }
+
   // Under Euler f_i(x), under Heun (a + b)/2 with a = f_i(x), b = f_j(x + s a). `known`: a is
   // given.
   __device__ __forceinline__ State mean(const Place& place, const State& x, int i, int j, float s,
@@ -89,12 +100,11 @@ class Steps {
 
   // p of step n, given the state x = x̃[n+1]: extrapolated from the newest evaluations of φ if there
   // are any, else by the reverse-time step x − h ψ_n(x); then corrected, p ← x − h φ_n(p).
-  __device__ __forceinline__ State point(const Place& place, const ReverseWalk& walk, int n,
-                                         const State& x) {
+  __device__ __forceinline__ State point(const Place& place, const ReverseWalk& walk, int n) {
     const float h = net_.h;
     const bool predicted = walk.rule == Rule::predicted;
     const int have = predicted ? min(walk.order, net_.steps - 1 - n) : 0;
-    State p = x;
+    State p = state(place);
     if (have) {
       State total{};
 #pragma unroll 1
@@ -103,7 +113,7 @@ class Steps {
         const int factor = i == 0 ? have : i == 2 ? 1 : have == 2 ? -1 : -3;  // of extrapolation
         total = fma(float(factor), place.load(past), total);
       }
-      p = fma(-h, total, x);
+      p = fma(-h, total, p);
     }
     const int evaluations = walk.rule == Rule::exact             ? 0
                             : walk.rule == Rule::paper           ? 1
@@ -114,29 +124,27 @@ class Steps {
       const bool backwards = heun_ && i == 0 && !have;
       const State slope = mean(place, p, backwards ? n + 1 : n, backwards ? n : n + 1,
                                backwards ? -h : h, n, known_, first_);
-      p = fma(-h, slope, x);
+      p = fma(-h, slope, state(place));
     }
     return p;
   }
 
   // x̃[n] = x̃[n+1] − h φ_n(p)
   __device__ __forceinline__ void move(const Place& place, const ReverseWalk& walk, int n,
-                                       const State& slope, State& x) const {
-    x = fma(-net_.h, slope, x);
+                                       const State& slope) const {
+    set_state(place, fma(-net_.h, slope, state(place)));
     if (walk.rule == Rule::predicted)
       place.store(walk.history + n % walk.order * net_.rows * net_.dim, slope);
   }
 
   // The state that step n starts from, where it was kept.
-  __device__ __forceinline__ void restart(const Place& place, const ReverseWalk& walk, int n,
-                                          State& x) {
+  __device__ __forceinline__ void restart(const Place& place, const ReverseWalk& walk, int n) {
     const int64_t size = net_.rows * net_.dim;
     if (walk.rule == Rule::exact) {
       const int i = n - walk.states_begin;
-      x = place.load(i ? walk.states + (i - 1) * size : walk.start);
+      set_state(place, place.load(i ? walk.states + (i - 1) * size : walk.start));
     } else if (walk.keep_every && n + 1 < net_.steps && (n + 1) % walk.keep_every == 0) {
-      x = place.load(walk.anchors + ((n + 1) / walk.keep_every - 1) * size);
-      known_ = false;
+      begin(place, place.load(walk.anchors + ((n + 1) / walk.keep_every - 1) * size));
     }
   }
 

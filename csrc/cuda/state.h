@@ -68,31 +68,18 @@ struct Place {
   // From and to a [rows, dim] matrix in global memory.
   __device__ __forceinline__ State load(const float* from) const {
     State state{};
-    const bool even = dim % 2 == 0 && reinterpret_cast<uintptr_t>(from) % 8 == 0;
+    const bool aligned = has_pairs(from);
     pairs(state, [&](int r, int c, float& x, float& y) {
-      if (r >= left) return;
-      const float* const at = from + (first + r) * dim + c;
-      if (even && c < dim) {
-        const float2 two = *reinterpret_cast<const float2*>(at);
-        x = two.x, y = two.y;
-      } else {
-        if (c < dim) x = at[0];
-        if (c + 1 < dim) y = at[1];
-      }
+      if (r >= left || c >= dim) return;
+      const float2 two = load_pair(from + (first + r) * dim + c, aligned, c + 1 < dim);
+      x = two.x, y = two.y;
     });
     return state;
   }
   __device__ __forceinline__ void store(float* to, State state) const {
-    const bool even = dim % 2 == 0 && reinterpret_cast<uintptr_t>(to) % 8 == 0;
+    const bool aligned = has_pairs(to);
     pairs(state, [&](int r, int c, float& x, float& y) {
-      if (r >= left) return;
-      float* const at = to + (first + r) * dim + c;
-      if (even && c < dim) {
-        *reinterpret_cast<float2*>(at) = make_float2(x, y);
-      } else {
-        if (c < dim) at[0] = x;
-        if (c + 1 < dim) at[1] = y;
-      }
+      if (r < left && c < dim) store_pair(to + (first + r) * dim + c, x, y, aligned, c + 1 < dim);
     });
   }
 
@@ -110,6 +97,11 @@ struct Place {
     pairs(state, [&](int r, int c, float& x, float& y) {
       *reinterpret_cast<float2*>(tile(r, c)) = make_float2(x, y);
     });
+  }
+
+ private:
+  __device__ __forceinline__ bool has_pairs(const float* matrix) const {
+    return dim % 2 == 0 && reinterpret_cast<uintptr_t>(matrix) % 8 == 0;
   }
 };
 
