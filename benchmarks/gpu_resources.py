@@ -14,12 +14,11 @@ import argparse
 import multiprocessing
 from collections.abc import Iterable
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from gpu_cases import Case, cases
-from measure import write_csv
+from measure import table, write_csv
 from offline import Launch, offline
 from resources import resources
 from targets import TARGETS
@@ -116,26 +115,6 @@ def measure_all(of: Iterable[Case], targets: Iterable[str], workers: int) -> Res
     )
 
 
-# ---------------------------------------------------------------------------------------- output
-
-
-def cell(value: Any) -> str:
-    if value is None:
-        return ""
-    return f"{value:.0%}" if isinstance(value, float) else str(value)
-
-
-def table(rows: list[Row]) -> str:
-    names = [field.name for field in fields(Row)]
-    lines = [[name.replace("_", " ") for name in names]]
-    lines += [[cell(value) for value in asdict(row).values()] for row in rows]
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    return "\n".join(
-        "  ".join(text.ljust(width) for text, width in zip(line, widths, strict=True)).rstrip()
-        for line in lines
-    )
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -151,8 +130,9 @@ def main() -> None:
     args = parser.parse_args()
 
     result = measure_all(cases(args.quick), args.targets, args.workers)
-    print(table(result.rows))
-    write_csv(args.output, [asdict(row) for row in result.rows])
+    lines = [asdict(row) for row in result.rows]
+    print(table(lines))
+    write_csv(args.output, lines)
     print(f"\nWrote {args.output}")
     if result.failures:
         raise SystemExit("\n".join(["", *result.failures]))

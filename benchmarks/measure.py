@@ -44,6 +44,23 @@ def write_csv(path: Path, rows: Sequence[dict[str, Any]]) -> None:
         writer.writerows(rows)
 
 
+def table(rows: Sequence[dict[str, Any]]) -> str:
+    """Rows with the same keys, which are the headings, as text in columns."""
+    lines = [[name.replace("_", " ") for name in rows[0]]]
+    lines += [[_cell(value) for value in row.values()] for row in rows]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return "\n".join(
+        "  ".join(text.ljust(width) for text, width in zip(line, widths, strict=True)).rstrip()
+        for line in lines
+    )
+
+
+def _cell(value: Any) -> str:
+    if value is None:
+        return ""
+    return f"{value:.0%}" if isinstance(value, float) else str(value)
+
+
 # ---------------------------------------------------------------------------------------- memory
 
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from triton.backends.compiler import GPUTarget
 
 KIB = 1024
+MIB = 1024 * KIB
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,7 @@ class Target:
     warps: int
     blocks: int
     multiprocessors: int
+    cache: int  # bytes of the last one before DRAM
     tensor_memory: int = 0  # columns
 
     @property
@@ -43,6 +45,7 @@ def _nvidia(
     multiprocessors: int,
     per_block: int,
     per_sm: int,
+    cache: int,
     warps: int = 64,
     blocks: int = 32,
 ) -> Target:
@@ -59,30 +62,42 @@ def _nvidia(
         warps=warps,
         blocks=blocks,
         multiprocessors=multiprocessors,
+        cache=cache * MIB,
         tensor_memory=512 if capability == 100 else 0,
     )
 
 
-TARGETS = {
+# Those of the CUDA kernels.
+CUDA_TARGETS = {
     target.name: target
     for target in (
-        _nvidia(80, "A100", 108, 163, 164),
-        _nvidia(90, "H100", 132, 227, 228),
-        _nvidia(100, "B200", 148, 227, 228),
-        _nvidia(120, "RTX PRO 6000 Blackwell", 188, 99, 100, warps=48, blocks=24),
-        Target(
-            name="gfx942",
-            product="MI300X",
-            gpu=GPUTarget("hip", "gfx942", 64),
-            device=1942,
-            shared_per_block=64 * KIB,
-            shared_per_multiprocessor=64 * KIB,
-            shared_reserved=0,
-            registers=512,
-            register_step=8,
-            warps=32,
-            blocks=32,
-            multiprocessors=304,
-        ),
+        _nvidia(80, "A100", 108, 163, 164, 40),
+        _nvidia(86, "RTX A6000", 84, 99, 100, 6, warps=48, blocks=16),
+        _nvidia(89, "RTX 4090", 128, 99, 100, 72, warps=48, blocks=24),
+        _nvidia(90, "H100", 132, 227, 228, 50),
+        _nvidia(100, "B200", 148, 227, 228, 126),
+        _nvidia(120, "RTX PRO 6000 Blackwell", 188, 99, 100, 128, warps=48, blocks=24),
     )
+}
+
+_AMD = Target(
+    name="gfx942",
+    product="MI300X",
+    gpu=GPUTarget("hip", "gfx942", 64),
+    device=1942,
+    shared_per_block=64 * KIB,
+    shared_per_multiprocessor=64 * KIB,
+    shared_reserved=0,
+    registers=512,
+    register_step=8,
+    warps=32,
+    blocks=32,
+    multiprocessors=304,
+    cache=256 * MIB,
+)
+
+# Those of the Triton kernels, which compile for long: one of each kind.
+TARGETS = {
+    name: (CUDA_TARGETS | {"gfx942": _AMD})[name]
+    for name in ("sm_80", "sm_90", "sm_100", "sm_120", "gfx942")
 }

@@ -7,8 +7,10 @@ import platform
 import torch
 
 from . import __version__, backends
-from .backends import cpp, native, triton
+from .backends import cpp, cuda, native, triton
 from .options import BACKENDS
+
+NO_GPU = "nothing here: there is no GPU that torch can use"
 
 
 def lines() -> list[str]:
@@ -19,6 +21,9 @@ def lines() -> list[str]:
         "",
         "C++ kernels",
         *_cpp(),
+        "",
+        "CUDA kernels",
+        *_cuda(),
         "",
         "Triton kernels",
         *_triton(),
@@ -44,6 +49,35 @@ def _cpp() -> list[str]:
     ]
 
 
+def _cuda() -> list[str]:
+    reason = cuda.unavailable()
+    if reason is not None:
+        return [f"  not available: {reason}"]
+    if cuda.emulated():
+        return ["  emulated           on the CPU, for tests, slowly"]
+    architectures = cuda.architectures()
+    gpus = [_gpu(index) for index in range(torch.cuda.device_count())]
+    return [
+        f"  built with         nvcc {cuda.report.get('nvcc', 'unknown')}",
+        "  architectures      "
+        + ", ".join(f"sm_{name}" for name in architectures)
+        + f"; PTX for GPUs newer than sm_{min(map(int, architectures))}",
+        f"  run on             {', '.join(gpus) or NO_GPU}",
+    ]
+
+
+def _gpu(index: int) -> str:
+    """A GPU, and whether the CUDA kernels serve it."""
+    name, capability = torch.cuda.get_device_name(index), torch.cuda.get_device_capability(index)
+    if torch.version.hip:
+        return f"not on {name} (AMD's)"
+    number = "".join(map(str, capability))
+    if not cuda.serves(capability):
+        return f"not on {name} (sm_{number})"
+    how = "" if number in cuda.architectures() else ", by another's code or PTX"
+    return f"{name} (sm_{number}{how})"
+
+
 def _triton() -> list[str]:
     reason = triton.unavailable()
     if reason is not None:
@@ -52,7 +86,7 @@ def _triton() -> list[str]:
     if triton.interpreted():
         runs = "the CPU, by Triton's interpreter (TRITON_INTERPRET), slowly"
     else:
-        runs = ", ".join(gpus) or "nothing here: there is no GPU that torch can use"
+        runs = ", ".join(gpus) or NO_GPU
     return [f"  Triton             {triton.installed()}", f"  runs on            {runs}"]
 
 

@@ -6,6 +6,10 @@ import os
 from collections.abc import Iterator
 
 import pytest
+
+if "PYTEST_XDIST_WORKER" in os.environ:  # the workers of `pytest -n auto` share the processor
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 import torch
 
 if not torch.cuda.is_available():  # before anything imports triton
@@ -17,6 +21,12 @@ from resode_kernels.backends import cpp
 from resode_kernels.backends.layerwise import Kernels
 
 INSTRUCTION_SETS = cpp._C.supported() if cpp.unavailable() is None else []
+
+
+def pytest_cmdline_main(config: pytest.Config) -> None:
+    """In parallel runs, tests that share an expensive fixture stay together."""
+    if getattr(config.option, "numprocesses", None):
+        config.option.dist = "loadgroup"
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

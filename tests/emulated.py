@@ -19,6 +19,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from types import ModuleType
 
+import nvcc
 import pybind11
 from ninja import ninja_syntax
 
@@ -27,7 +28,6 @@ EMULATION = ROOT / "tests" / "emulation"
 CSRC = ROOT / "csrc"
 FOLDER = Path(tempfile.gettempdir(), f"resode_emulation_{os.getuid()}")
 
-PRECISIONS = ("float32", "tf32", "float16", "bfloat16")
 MODULE = f"_CUDA{sysconfig.get_config_var('EXT_SUFFIX')}"
 WARNINGS = ["-Wall", "-Wextra", "-Wno-unknown-pragmas", "-Wno-restrict"]
 FLAGS = ["-std=c++20", "-O2", "-march=native", "-g1", "-fPIC", "-fvisibility=hidden", *WARNINGS]
@@ -37,12 +37,7 @@ Unit = tuple[Path, Sequence[str]]  # a source and the flags that only it has
 
 def build(flags: Sequence[str] = (), sources: Path = CSRC) -> Path:
     """The emulated module `_CUDA`."""
-    units: list[Unit] = []
-    for source in sorted([*(sources / "cuda").glob("*.cu"), *(sources / "cuda").glob("*.cpp")]):
-        if source.name == "fused.cu":
-            units += [(source, [f"-DRESODE_PRECISION={precision}"]) for precision in PRECISIONS]
-        else:
-            units.append((source, []))
+    units = list(nvcc.units(sources / "cuda").values())
     includes = [f"-I{pybind11.get_include()}", f"-I{sysconfig.get_path('include')}"]
     architectures = '-DRESODE_CUDA_ARCHS="\\"emulated\\""'
     flags = [*flags, *more_flags()]

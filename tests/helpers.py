@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -401,6 +402,19 @@ Run = Callable[[rk.Stage, Tensor, Tensor], list[Tensor]]
 def by(backend: str) -> Run:
     """``gradients`` by a backend."""
     return lambda stage, x, g: gradients(stage.configure(backend=backend), x, g)
+
+
+def running(kit: engine.Kit) -> Run:
+    """``gradients`` by the reference with other blocks."""
+
+    def run(stage: rk.Stage, x: Tensor, g: Tensor) -> list[Tensor]:
+        patches = [
+            patch.object(f, "__defaults__", (kit,)) for f in (engine.forward, engine.reverse)
+        ]
+        with patches[0], patches[1]:
+            return by("reference")(stage, x, g)
+
+    return run
 
 
 CPP, PYTORCH = by("cpp"), by("reference")

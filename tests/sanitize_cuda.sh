@@ -35,6 +35,6 @@ esac
 
 cd "$root"
 [ $# -gt 0 ] || set -- tests/test_emulation.py
-export RESODE_EMULATION_FLAGS="-O1 -g -fno-omit-frame-pointer $flags ${RESODE_EMULATION_FLAGS:-}"
+export RESODE_EMULATION_FLAGS="-O1 -fno-omit-frame-pointer $flags ${RESODE_EMULATION_FLAGS:-}"
 LD_PRELOAD=$preload OMP_NUM_THREADS=1 \
     "${run[@]}" python -m pytest -p no:cacheprovider --capture=sys "$@"

@@ -138,6 +138,9 @@ def worker(rank: int, folder: Path) -> None:
     dist.destroy_process_group()
 
 
+pytestmark = pytest.mark.xdist_group(__name__)  # one process makes what all share
+
+
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[Case, str | None]]:
     """All cases are run by one pair of processes: most of the time goes into starting them."""

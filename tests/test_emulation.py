@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import re
+import shutil
 from collections.abc import Callable
-from pathlib import Path
 
 import emulated
 import numpy as np
@@ -270,9 +270,13 @@ RACES = [
 OVERRUNS = ["off_by_one", "beyond_shared"]
 
 
-def sanitized(sanitizer: str) -> Path:
+def sanitized(sanitizer: str) -> list[str]:
+    """The program of broken kernels, in the layout of memory that ThreadSanitizer knows best."""
     flags = [f"-fsanitize={sanitizer}"]
-    return emulated.link("broken", [(emulated.EMULATION / "broken.cu", [])], flags, flags)
+    program = emulated.link("broken", [(emulated.EMULATION / "broken.cu", [])], flags, flags)
+    layout = ["setarch", "-R"]
+    possible = shutil.which("setarch") and emulated.run_alone([*layout, "true"]).returncode == 0
+    return [*(layout if possible else []), str(program)]
 
 
 @pytest.mark.parametrize(
@@ -281,13 +285,11 @@ def sanitized(sanitizer: str) -> Path:
 )
 def test_a_sanitizer_finds_the_mistake(sanitizer: str, kernel: str) -> None:
     def report(which: str) -> str:
-        # ThreadSanitizer does not know every layout of a process's memory.
-        command = ["setarch", "-R", str(sanitized(sanitizer)), kernel, which]
-        done = emulated.run_alone(command)
+        done = emulated.run_alone([*sanitized(sanitizer), kernel, which])
         assert (done.returncode == 0) == (which == "intact"), done.stderr
         return done.stderr
 
-    assert report("intact") == ""
+    assert "SUMMARY" not in report("intact")
     found = report("broken")
     assert {"thread": "data race", "address": "AddressSanitizer"}[sanitizer] in found
     assert f"{kernel}<true>" in found

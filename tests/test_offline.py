@@ -26,6 +26,8 @@ NVIDIA = [name for name, target in TARGETS.items() if target.nvidia]
 GROUPS = [["sm_80", "gfx942"], ["sm_90", "sm_100", "sm_120"]]
 TESTS = Path(__file__).parent
 
+pytestmark = pytest.mark.xdist_group(__name__)  # one process makes what all share
+
 
 @pytest.fixture(scope="module")
 def found() -> dict[str, Any]:

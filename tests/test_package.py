@@ -17,8 +17,8 @@ import pytest
 import torch
 
 import resode_kernels as rk
-from resode_kernels import backends
-from resode_kernels.backends import cpp
+from resode_kernels import backends, info
+from resode_kernels.backends import cpp, cuda
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -307,3 +307,36 @@ def test_a_source_distribution_has_all_sources(tmp_path: Path) -> None:
     wanted = [path for path in (ROOT / "csrc").rglob("*") if path.is_file()]
     assert {str(path.relative_to(ROOT)) for path in wanted} <= names
     assert {"tools/nvcc.py", "resode_kernels/backends/cpp.py"} <= names
+
+
+def test_info_says_which_gpus_the_cuda_kernels_serve(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpus = {"Old": (7, 5), "A100": (8, 0), "Orin": (8, 7), "H100": (9, 0), "New": (12, 1)}
+    monkeypatch.setattr(cuda, "unavailable", lambda: None)
+    monkeypatch.setattr(cuda, "architectures", lambda: ["80", "90"])
+    monkeypatch.setattr(cuda, "report", {"nvcc": "13.0.88"})
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(gpus))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda i: list(gpus)[i])
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda i: list(gpus.values())[i])
+    text = "\n".join(info.lines())
+    assert "built with         nvcc 13.0.88" in text
+    assert "architectures      sm_80, sm_90; PTX for GPUs newer than sm_80" in text
+    other = "by another's code or PTX"
+    assert (
+        f"run on             not on Old (sm_75), A100 (sm_80), Orin (sm_87, {other}), "
+        f"H100 (sm_90), New (sm_121, {other})" in text
+    )
+
+
+def test_info_says_why_there_are_no_cuda_kernels(tmp_path: Path) -> None:
+    """In a process of its own: what is imported here was built otherwise."""
+    _, _, report = build_in_place(tmp_path, RESODE_CUDA="0")
+    script = "from resode_kernels.info import lines; print(*lines(), sep='\\n')"
+    run = subprocess.run(
+        [sys.executable, "-c", script],
+        env={**os.environ, "PYTHONPATH": str(tmp_path / "source")},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert f"not available: {report['cuda']['error']}" in run.stdout

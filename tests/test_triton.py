@@ -1,4 +1,5 @@
-"""The depth-fused Triton kernels: by Triton's interpreter where there is no GPU."""
+"""Triton's depth-fused kernels beyond what test_fused.py asks of all: launches, tiles, tuning and
+dispatch. By Triton's interpreter where there is no GPU."""
 
 from __future__ import annotations
 
@@ -10,13 +11,10 @@ import pytest
 import torch
 from helpers import (
     RULES,
-    Run,
     assert_as_accurate_as_pytorch,
     by,
     gradients,
-    in_dtype,
     make_stage,
-    name,
     problem_of,
     relative_error,
 )
@@ -24,7 +22,6 @@ from torch import Tensor
 
 import resode_kernels as rk
 from resode_kernels import backends
-from resode_kernels.backends import reference as engine
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
@@ -50,110 +47,7 @@ def stage_of(block: str, *sizes: int, **options: Any) -> rk.Stage:
     return make_stage(block, *(sizes or (DIM, HIDDEN, DEPTH)), device=DEVICE, **options)
 
 
-# ---------------------------------------------------------------------------------------- accuracy
-
-
-@pytest.mark.parametrize("scheme", ["euler", "heun"])
-@pytest.mark.parametrize("options", RULES, ids=name)
-@pytest.mark.parametrize("block", ["tanh", "linear"])
-def test_kernels_are_as_accurate_as_pytorch(
-    block: str, options: dict[str, Any], scheme: str, nan_memory: None
-) -> None:
-    assert_as_accurate_as_pytorch(stage_of(block, scheme=scheme, **options), *inputs(), TRITON)
-
-
-@pytest.mark.parametrize("options", RULES[:5], ids=name)
-@pytest.mark.parametrize("block", ["relu", "gelu", "silu"])
-def test_every_activation(block: str, options: dict[str, Any], nan_memory: None) -> None:
-    assert_as_accurate_as_pytorch(stage_of(block, **options), *inputs(), TRITON)
-
-
-@pytest.mark.parametrize("options", [*RULES[:2], *RULES[4:]], ids=name)
-@pytest.mark.parametrize("scheme", ["euler", "heun"])
-@pytest.mark.parametrize("block", ["tanh", "linear"])
-def test_tied_weights_and_no_bias(
-    block: str, scheme: str, options: dict[str, Any], nan_memory: None
-) -> None:
-    made = stage_of(block, bias=False, tied=True, scheme=scheme, **options)
-    assert_as_accurate_as_pytorch(made, *inputs(), TRITON)
-
-
-@pytest.mark.parametrize(
-    "shape", [(1, 1, 1), (17, 40, 20), (3, 70, 33), (70, 16, 16), (40, 3, 50)], ids=str
-)
-def test_odd_shapes(shape: tuple[int, int, int], nan_memory: None) -> None:
-    rows, dim, hidden = shape
-    made = stage_of("silu", dim, hidden, 2, reverse="predicted", order=1)
-    assert fused.layout(problem_of(made), torch.empty(rows, dim), reverse=True) is not None
-    assert_as_accurate_as_pytorch(made, *inputs(rows, dim), TRITON)
-
-
-def in_half_precision(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> Run:
-    """The reference with every product in the dtype of the weights."""
-    kit = in_dtype(dtype)
-
-    def run(made: rk.Stage, x: Tensor, g: Tensor) -> list[Tensor]:
-        with monkeypatch.context() as patch:
-            patch.setattr(engine.forward, "__defaults__", (kit,))
-            patch.setattr(engine.reverse, "__defaults__", (kit,))
-            return by("reference")(made, x, g)
-
-    return run
-
-
-@pytest.mark.parametrize("storage", [torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("x_dtype", [torch.float32, None], ids=str)
-@pytest.mark.parametrize("options", [*RULES[:2], RULES[4]], ids=name)
-@pytest.mark.parametrize("block", ["gelu", "linear"])
-def test_half_precision_weights(
-    block: str,
-    options: dict[str, Any],
-    x_dtype: torch.dtype | None,
-    storage: torch.dtype,
-    nan_memory: None,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    made = stage_of(block, dtype=storage, scheme="heun", **options)
-    x, g = inputs(dtype=x_dtype or storage)
-    assert_as_accurate_as_pytorch(made, x, g, TRITON, in_half_precision(storage, monkeypatch))
-
-
-def test_the_residual_stream_is_float32_in_bfloat16_networks() -> None:
-    """A bfloat16 stream would lose every one of these updates."""
-    made = rk.LinearStage(4, 300, tied=True, dtype=torch.bfloat16, backend="triton", device=DEVICE)
-    with torch.no_grad():
-        made.weight.copy_(torch.eye(4))
-        y = made(torch.ones(1, 4, dtype=torch.bfloat16, device=DEVICE))
-    torch.testing.assert_close(y.float().cpu(), torch.full((1, 4), 2.71828), rtol=1e-2, atol=0)
-
-
-def test_a_nan_is_never_swallowed() -> None:
-    for activation in ("relu", "tanh", "gelu", "silu"):
-        x = torch.randn(9, 5, device=DEVICE)
-        x[3, 2] = float("nan")
-        with torch.no_grad():
-            y = rk.MLPStage(5, 7, 2, activation, backend="triton", device=DEVICE)(x)
-        assert y[3].isnan().all()
-        assert y[torch.arange(9) != 3].isfinite().all()
-
-
 # --------------------------------------------------------------------------- launches and programs
-
-
-@pytest.mark.parametrize("options", RULES, ids=name)
-@pytest.mark.parametrize("scheme", ["euler", "heun"])
-def test_a_pass_may_be_cut_into_launches(
-    options: dict[str, Any], scheme: str, nan_memory: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """However many steps a launch makes, and whether two programs share three tiles or not."""
-    tied = options.get("reverse") == "paper"
-    made = stage_of("tanh", DIM, HIDDEN, 3 + tied, scheme=scheme, tied=tied, **options)
-    x, g = inputs(37)
-    expected = by("reference")(made, x, g)
-    small = devices.INTERPRETER._replace(processors=2, cache=1)
-    monkeypatch.setattr(fused, "device_of", lambda _: small)
-    for k, p in zip(TRITON(made, x, g), expected, strict=True):
-        assert relative_error(k, p) < 2e-6
 
 
 def test_a_problem_too_wide_for_a_tile_runs_layer_by_layer(nan_memory: None) -> None:
@@ -206,13 +100,6 @@ def test_frozen_parameters_cost_nothing(monkeypatch: pytest.MonkeyPatch) -> None
     assert [partial is None for partial in seen[0]] == [True, False, False, True]
 
 
-def test_results_repeat_bit_by_bit() -> None:
-    made = stage_of("gelu", scheme="heun")
-    x, g = inputs(50)
-    for first, second in zip(TRITON(made, x, g), TRITON(made, x, g), strict=True):
-        assert torch.equal(first, second)
-
-
 @pytest.mark.parametrize("tied", [True, False])
 def test_gradients_by_atomics(tied: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     made = stage_of("tanh", scheme="heun", tied=tied)
@@ -227,21 +114,6 @@ def test_gradients_by_atomics(tied: bool, monkeypatch: pytest.MonkeyPatch) -> No
         assert not plan.form_of(problem_of(made)).atomic
     finally:
         torch.use_deterministic_algorithms(False)
-
-
-@pytest.mark.parametrize("options", [RULES[1], RULES[8]], ids=name)
-def test_inputs_of_any_layout(options: dict[str, Any]) -> None:
-    made = stage_of("tanh", **options)
-    x, g = (t.T for t in torch.randn(2, DIM, ROWS, device=DEVICE))
-    assert not x.is_contiguous()
-    with torch.no_grad():
-        for p in made.parameters():
-            p.set_(p.transpose(0, -1).contiguous().transpose(0, -1))
-    assert not made.w1.is_contiguous()
-    before = x.clone(), g.clone()
-    for k, p in zip(TRITON(made, x, g), by("reference")(made, x, g), strict=True):
-        assert relative_error(k, p) < 2e-6
-    assert torch.equal(torch.stack([x, g]), torch.stack(before))
 
 
 @triton.jit

@@ -35,6 +35,8 @@ KERNELS = FUSED | {
 }
 CASES = {(case.name, case.dtype) for case in cases(quick=True)}
 
+pytestmark = pytest.mark.xdist_group(__name__)  # one process makes what all share
+
 
 @pytest.fixture(scope="module")
 def rows(tmp_path_factory: pytest.TempPathFactory) -> list[Row]:

@@ -86,81 +86,57 @@ class Mlp : Shared<P, Block::mlp> {
   __device__ Mlp(const Network& net, bool reverse)
       : Base(net, reverse), chunks_((net.hidden + net.tiling.chunk - 1) / net.tiling.chunk) {}
 
-  // f_n(x). `next`: the block that is evaluated after this one, or −1.
-  __device__ __forceinline__ State f(const Place& place, const State& x, int n, int next) {
-    place.put(Base::point(), x);
-    State value = bias(place, n);
-    for (int i = 0; i < chunks_; ++i) {
-      const Chunk c = acquire(n, i, next);
-      each_tile(net_.tiling.rows, c.units, [&](int row, int unit) {
-        Sum z[1] = {};
-        add_product<P>(z, Base::point(), row, Base::w1(c.buffer), unit, Base::depth());
-        float u[8], slope[8];
-        each_place([&](int, int j, int i) { z[0].of[i] += bias1(c, unit + j); });
-        activate(net_.activation, z[0].of, u, slope);
-        each_place([&](int r, int j, int i) {
-          *hidden()(row + r, unit + j) = row + r < place.left ? u[i] : 0;
-        });
-      });
-      __syncthreads();
-      if (place.active)
-        add_product<P>(value.of, hidden(), place.row, Base::w2(c.buffer), place.column, c.units);
-    }
-    return value;
-  }
-
-  // ∂_x f_n(p)ᵀ (s c), and adds ∂_θ f_n(p)ᵀ (s c) to the gradients, unless not `back`; f_n(p), if
-  // `wanted`.
-  __device__ __forceinline__ State vjp(const Place& place, const State& p, const State& c, float s,
-                                       int n, int next, const Gradients& gradients, bool back,
-                                       bool wanted, State& value) {
-    place.put(Base::point(), p);
-    place.put(Base::cotangent(), c);
-    const int dim = net_.dim, rows = net_.tiling.rows;
-    State gx{};
+  // f_n(p), if `wanted`; if `back`, ∂_x f_n(p)ᵀ (s c), and ∂_θ f_n(p)ᵀ (s c) is added to the
+  // gradients. `next`: the block that is evaluated after this one, or −1.
+  __device__ __forceinline__ State evaluate(const Place& place, const State& p, int n, int next,
+                                            bool wanted, State& value, bool back, const State& c,
+                                            float s, const Gradients* gradients) {
+    const int rows = net_.tiling.rows, dim = net_.dim;
+    const Tile<float> point = Base::point(), cotangent = Base::cotangent();
+    place.put(point, p);
+    if (back) place.put(cotangent, c);
     value = bias(place, n);
+    State gx{};
     for (int i = 0; i < chunks_; ++i) {
       const Chunk chunk = acquire(n, i, next);
+      const Tile<Weight> w1 = Base::w1(chunk.buffer), w2 = Base::w2(chunk.buffer);
       each_tile(rows, chunk.units, [&](int row, int unit) {
         Sum z[1] = {}, du[1] = {};
-        add_product<P>(z, Base::point(), row, Base::w1(chunk.buffer), unit, Base::depth());
-        if (back)
-          add_product_across<P>(du, Base::cotangent(), row, Base::w2(chunk.buffer), unit,
-                                Base::depth());
         float u[8], slope[8];
+        add_product<P>(z, point, row, w1, unit, Base::depth());
+        if (back) add_product_across<P>(du, cotangent, row, w2, unit, Base::depth());
         each_place([&](int, int j, int i) { z[0].of[i] += bias1(chunk, unit + j); });
         activate(net_.activation, z[0].of, u, slope);
         each_place([&](int r, int j, int i) {
           const bool inside = row + r < place.left;
           *hidden()(row + r, unit + j) = inside ? u[i] : 0;
-          *hidden_cotangent()(row + r, unit + j) = inside ? s * du[0].of[i] * slope[i] : 0;
+          if (back)
+            *hidden_cotangent()(row + r, unit + j) = inside ? s * du[0].of[i] * slope[i] : 0;
         });
       });
       __syncthreads();
-      if (place.active) {
-        if (wanted)
-          add_product<P>(value.of, hidden(), place.row, Base::w2(chunk.buffer), place.column,
-                         chunk.units);
-        if (back)
-          add_product_across<P>(gx.of, hidden_cotangent(), place.row, Base::w1(chunk.buffer),
-                                place.column, chunk.units);
-      }
+      if (place.active && wanted)
+        add_product<P>(value.of, hidden(), place.row, w2, place.column, chunk.units);
       if (!back) continue;
-      if (gradients.wanted(0))
+      if (place.active)
+        add_product_across<P>(gx.of, hidden_cotangent(), place.row, w1, place.column, chunk.units);
+      if (gradients->wanted(0))
         each_tile(chunk.units, Base::depth(), [&](int unit, int column) {
-          gradients.add_outer<P>(0, 1, hidden_cotangent(), unit, Base::point(), column, rows,
-                                 chunk.first + unit, column, net_.hidden, dim);
+          gradients->add_outer<P>(0, 1, hidden_cotangent(), unit, point, column, rows,
+                                  chunk.first + unit, column, net_.hidden, dim);
         });
-      if (gradients.wanted(2))
+      if (gradients->wanted(1))
+        gradients->add_columns(1, 1, hidden_cotangent(), rows, chunk.first, chunk.count);
+      if (gradients->wanted(2))
         each_tile(Base::depth(), chunk.units, [&](int row, int unit) {
-          gradients.add_outer<P>(2, s, Base::cotangent(), row, hidden(), unit, rows, row,
-                                 chunk.first + unit, dim, net_.hidden);
+          gradients->add_outer<P>(2, s, cotangent, row, hidden(), unit, rows, row,
+                                  chunk.first + unit, dim, net_.hidden);
         });
-      if (gradients.wanted(1))
-        gradients.add_columns(1, 1, hidden_cotangent(), rows, chunk.first, chunk.count);
     }
-    if (back && gradients.wanted(3)) gradients.add_columns(3, s, Base::cotangent(), rows, 0, dim);
-    __syncthreads();  // the operands are free now
+    if (back) {
+      if (gradients->wanted(3)) gradients->add_columns(3, s, cotangent, rows, 0, dim);
+      __syncthreads();  // the operands are free now
+    }
     return gx;
   }
 
@@ -234,32 +210,34 @@ class Linear : Shared<P, Block::linear> {
   __device__ Linear(const Network& net, bool reverse)
       : Base(net, reverse), chunks_((net.dim + net.tiling.chunk - 1) / net.tiling.chunk) {}
 
-  __device__ __forceinline__ State f(const Place& place, const State& x, int n, int next) {
-    place.put(Base::point(), x);
-    for (int i = 0; i < chunks_; ++i) evaluate(acquire(n, i, next));
-    __syncthreads();
-    return place.take(value());
-  }
-
-  __device__ __forceinline__ State vjp(const Place& place, const State& p, const State& c, float s,
-                                       int n, int next, const Gradients& gradients, bool back,
-                                       bool wanted, State& f) {
-    place.put(Base::point(), p);
-    place.put(Base::cotangent(), c);
+  __device__ __forceinline__ State evaluate(const Place& place, const State& p, int n, int next,
+                                            bool wanted, State& f, bool back, const State& c,
+                                            float s, const Gradients* gradients) {
+    const int rows = net_.tiling.rows, dim = net_.dim;
+    const Tile<float> point = Base::point();
+    place.put(point, p);
+    if (back) place.put(Base::cotangent(), c);
     State gx{};
     for (int i = 0; i < chunks_; ++i) {
       const Chunk chunk = acquire(n, i, next);
-      if (wanted) evaluate(chunk);
+      const Tile<Weight> weight = Base::w1(chunk.buffer);
+      if (wanted)
+        each_tile(rows, chunk.rows, [&](int row, int column) {
+          Sum sum[1] = {};
+          add_product<P>(sum, point, row, weight, column, Base::depth());
+          each_place([&](int r, int j, int i) {
+            *value()(row + r, chunk.first + column + j) = sum[0].of[i];
+          });
+        });
       if (!back) continue;
-      Tile<float> part = Base::cotangent();
-      part.at += chunk.first;
+      Tile<float> cotangent = Base::cotangent();
+      cotangent.at += chunk.first;
       if (place.active)
-        add_product_across<P>(gx.of, part, place.row, Base::w1(chunk.buffer), place.column,
-                              chunk.rows);
-      if (gradients.wanted(0))
+        add_product_across<P>(gx.of, cotangent, place.row, weight, place.column, chunk.rows);
+      if (gradients->wanted(0))
         each_tile(chunk.rows, Base::depth(), [&](int row, int column) {
-          gradients.add_outer<P>(0, s, part, row, Base::point(), column, net_.tiling.rows,
-                                 chunk.first + row, column, net_.dim, net_.dim);
+          gradients->add_outer<P>(0, s, cotangent, row, point, column, rows, chunk.first + row,
+                                  column, dim, dim);
         });
     }
     __syncthreads();  // the value is there, and the operands are free
@@ -275,16 +253,6 @@ class Linear : Shared<P, Block::linear> {
 
   __device__ Tile<float> value() const {
     return Base::template tile<float>(Base::layout_.value, net_.tiling.width);
-  }
-
-  // The chunk's columns of f(p)
-  __device__ __forceinline__ void evaluate(const Chunk& chunk) const {
-    each_tile(net_.tiling.rows, chunk.rows, [&](int row, int column) {
-      Sum sum[1] = {};
-      add_product<P>(sum, Base::point(), row, Base::w1(chunk.buffer), column, Base::depth());
-      each_place(
-          [&](int r, int c, int i) { *value()(row + r, chunk.first + column + c) = sum[0].of[i]; });
-    });
   }
 
   __device__ __forceinline__ Chunk acquire(int n, int i, int next) {

@@ -55,11 +55,12 @@ __device__ __forceinline__ void narrow(float x, float* to) { *to = x; }
 __device__ __forceinline__ void narrow(float x, __half* to) { *to = __float2half_rn(x); }
 __device__ __forceinline__ void narrow(float x, __nv_bfloat16* to) { *to = __float2bfloat16_rn(x); }
 
-// ∂θ_n = Σ over the programs' sums, in their order, for block n = first + blockIdx.y.
-__global__ void __launch_bounds__(kThreads) reduce_kernel(const __grid_constant__ Reduction r) {
+// ∂θ_n = Σ over the programs' sums, in their order; `groups` thread blocks for each block n.
+__global__ void __launch_bounds__(kThreads)
+    reduce_kernel(const __grid_constant__ Reduction r, unsigned groups) {
   using Weight = P::Weight;
-  const int64_t i = int64_t(blockIdx.x) * kThreads + threadIdx.x;
-  const int n = r.first + blockIdx.y;
+  const int64_t i = int64_t(blockIdx.x % groups) * kThreads + threadIdx.x;
+  const int n = r.first + int(blockIdx.x / groups);
   for (int k = 0; k < kBlockParameters; ++k) {
     const int64_t offset = r.sums.offsets[k];
     if (offset < 0 || i < offset || i >= offset + r.elements[k]) continue;
@@ -85,7 +86,7 @@ void launch_reverse(const Gpu& gpu, Block block, int programs, size_t shared, co
 
 void launch_reduce(const Gpu& gpu, int blocks, const Reduction& reduction) {
   const auto groups = unsigned((reduction.sums.size + kThreads - 1) / kThreads);
-  launch(gpu, reduce_kernel, dim3(groups, blocks), kThreads, 0, reduction);
+  launch(gpu, reduce_kernel, dim3(groups * blocks), kThreads, 0, reduction, groups);
 }
 
 }  // namespace

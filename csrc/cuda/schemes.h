@@ -49,9 +49,10 @@ class Steps {
       const bool newest = net_.tied ? last_step && values : k == 0 || last_step;
       const Gradients gradients(walk.sums, net_.block(block), first_tile && newest);
       State value;
-      const State gx = blocks_.vjp(place, at, cotangent, k == 1 ? 0.5f * net_.h : net_.h, block,
-                                   k == 0 ? next : n + k - 1, gradients, !evaluates,
-                                   evaluates || (values && !exact && (!paper || !heun_)), value);
+      const bool wanted = evaluates || (values && !exact && (!paper || !heun_));
+      const State gx =
+          blocks_.evaluate(place, at, block, k == 0 ? next : n + k - 1, wanted, value, !evaluates,
+                           cotangent, k == 1 ? 0.5f * net_.h : net_.h, &gradients);
       if (evaluates) {
         first_ = value;
         at = fma(net_.h, value, p);
@@ -77,7 +78,9 @@ class Steps {
     State result = a, at = known ? fma(s, a, x) : x;
 #pragma unroll 1
     for (int k = known; k <= heun_; ++k) {
-      const State value = blocks_.f(place, at, k ? j : i, k < heun_ ? j : next);
+      State value;
+      blocks_.evaluate(place, at, k ? j : i, k < heun_ ? j : next, true, value, false, at, 0,
+                       nullptr);
       result = k ? 0.5f * (result + value) : value;
       at = fma(s, value, x);
     }
