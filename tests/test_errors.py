@@ -290,7 +290,7 @@ def test_modules_run_in_pytorch() -> None:
     x = torch.randn(4, 6)
     assert rk.ResidualStage([nn.Tanh()], backend="reference")(x).shape == x.shape
     stage = rk.ResidualStage([nn.Tanh()], backend="cpp")
-    with pytest.raises(rk.BackendUnavailableError, match="'cpp'.*modules run in PyTorch"):
+    with pytest.raises(rk.BackendUnavailableError, match=r"'cpp'.*modules run in PyTorch"):
         stage(x)
 
 
