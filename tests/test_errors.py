@@ -289,12 +289,9 @@ def test_inputs_of_residual_stages(x: Any, error: type[Exception], message: str)
 def test_modules_run_in_pytorch() -> None:
     x = torch.randn(4, 6)
     assert rk.ResidualStage([nn.Tanh()], backend="reference")(x).shape == x.shape
-    for backend in ("cpp", "cuda"):
-        stage = rk.ResidualStage([nn.Tanh()], backend=backend)
-        with pytest.raises(
-            rk.BackendUnavailableError, match=f"'{backend}'.*modules run in PyTorch"
-        ):
-            stage(x)
+    stage = rk.ResidualStage([nn.Tanh()], backend="cpp")
+    with pytest.raises(rk.BackendUnavailableError, match=r"'cpp'.*modules run in PyTorch"):
+        stage(x)
 
 
 def test_an_option_that_is_also_a_blocks_argument_is_ambiguous() -> None:

@@ -190,6 +190,12 @@ def test_results_do_not_depend_on_where_memory_begins(
     assert all(map(torch.equal, by_vectors, one_by_one))
 
 
+def test_of_no_rows(kernels: Kernels) -> None:
+    nothing = torch.empty(0, 5)
+    assert kernels.combine(nothing, (2, nothing)).shape == nothing.shape
+    assert kernels.activated(nothing, torch.ones(5), "relu").shape == nothing.shape
+
+
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_combine_takes_products_with_a_slope(kernels: Kernels, activation: str) -> None:
     """As if they had been computed before."""

@@ -29,11 +29,12 @@ class Rows(rows.Rows):
     @property
     def tile(self) -> tuple[int, int]:
         """Positions and channels of a tile."""
+        most = triton.next_power_of_2(max(self.positions, 1))
         if self.strides[1] == 1:  # neighbouring positions adjoin
-            positions = min(TILE, triton.next_power_of_2(self.positions))
+            positions = min(TILE, most)
             return positions, min(TILE // positions, triton.next_power_of_2(self.channels))
         channels = min(CHANNELS, TILE, triton.next_power_of_2(self.channels))
-        return min(TILE // channels, triton.next_power_of_2(self.positions)), channels
+        return min(TILE // channels, most), channels
 
     @property
     def grid(self) -> tuple[int, int]:
