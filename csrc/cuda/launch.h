@@ -27,11 +27,30 @@ inline void check(cudaError_t error, const char* doing) {
     throw std::runtime_error(std::string("CUDA: ") + doing + ": " + cudaGetErrorString(error));
 }
 
+// The device that launches go to, for as long as this lives.
+class OnDevice {
+ public:
+  explicit OnDevice(int index) {
+    check(cudaGetDevice(&before_), "asking for the device");
+    if (before_ == index) return;
+    check(cudaSetDevice(index), "selecting the device");
+    changed_ = true;
+  }
+  ~OnDevice() {
+    if (changed_) cudaSetDevice(before_);
+  }
+  OnDevice(const OnDevice&) = delete;
+
+ private:
+  int before_ = 0;
+  bool changed_ = false;
+};
+
 template <class... Parameters, class... Arguments>
 void launch(const Gpu& gpu, void (*kernel)(Parameters...), dim3 blocks, int threads, size_t shared,
             Arguments... arguments) {
   std::tuple<Parameters...> values(arguments...);  // of the types that the kernel takes
-  check(cudaSetDevice(gpu.index), "selecting the device");
+  const OnDevice there(gpu.index);
   check(cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel),
                              cudaFuncAttributeMaxDynamicSharedMemorySize, int(shared)),
         "reserving shared memory");

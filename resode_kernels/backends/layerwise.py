@@ -9,7 +9,7 @@ Parameter gradients are summed in float32 where a block has several contribution
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -18,8 +18,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .. import reference
+from ..problem import Problem
 from . import reference as engine
-from .rows import dense
+from .rows import dense, laid_out_like
 
 
 class Normalization(NamedTuple):
@@ -187,3 +188,21 @@ def kit(kernels: Kernels) -> engine.Kit:
     """Blocks and updates of states for the engine."""
     mlp, conv = functools.partial(MLP, kernels), functools.partial(Conv, kernels)
     return engine.Kit(mlp, Linear, conv, kernels.combine, widens=False)
+
+
+def passes(kit: engine.Kit) -> tuple[Callable[..., None], Callable[..., None]]:
+    """A backend's ``forward`` and ``reverse``."""
+
+    def reverse(
+        problem: Problem,
+        start: Tensor,
+        anchors: Tensor,
+        cotangent: Tensor,
+        gradients: Sequence[Tensor | None],
+    ) -> None:
+        start = dense(start)
+        # Laid out alike, states and cotangents can be combined in one pass.
+        cotangent = laid_out_like(cotangent, start)
+        engine.reverse(problem, start, anchors, cotangent, gradients, kit)
+
+    return functools.partial(engine.forward, kit=kit), reverse

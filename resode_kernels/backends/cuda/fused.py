@@ -23,8 +23,7 @@ def _run(problem: Problem, state: Tensor, io: Any) -> bool:
     # From torch's allocator, which hands it to nobody else before the stream is done with it.
     size = max(1, kernels.workspace_bytes(stage, io, gpu))
     workspace = torch.empty(size, dtype=torch.uint8, device=state.device)
-    with torch.cuda.device_of(state):
-        kernels.run(stage, io, gpu, workspace.data_ptr())
+    kernels.run(stage, io, gpu, workspace.data_ptr())
     return True
 
 

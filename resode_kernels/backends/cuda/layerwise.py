@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import functools
-
-from .. import reference as engine
-from ..layerwise import Kernels, kit
+from ..layerwise import Kernels, kit, passes
 from .elementwise import activated, combine, slope_term, times_slope
 from .normalization import normalized, statistics, vjp
 
 KERNELS = Kernels(combine, activated, times_slope, slope_term, statistics, normalized, vjp)
 FUSED = kit(KERNELS)
 
-forward = functools.partial(engine.forward, kit=FUSED)
-reverse = functools.partial(engine.reverse, kit=FUSED)
+forward, reverse = passes(FUSED)

@@ -118,6 +118,10 @@ inline const char* cudaGetErrorString(cudaError_t error) {
 inline cudaError_t cudaGetLastError() {
   return std::exchange(emulation::latest_error, cudaSuccess);
 }
+inline cudaError_t cudaGetDevice(int* device) {
+  *device = 0;
+  return cudaSuccess;
+}
 inline cudaError_t cudaSetDevice(int) { return cudaSuccess; }
 
 inline cudaError_t cudaFuncSetAttribute(const void* kernel, cudaFuncAttribute, int value) {
