@@ -74,7 +74,7 @@ def _gpu(index: int) -> str:
     number = "".join(map(str, capability))
     if not cuda.serves(capability):
         return f"not on {name} (sm_{number})"
-    how = "" if number in cuda.architectures() else ", by another's code or PTX"
+    how = "" if number in cuda.architectures() else ", by code for an older one"
     return f"{name} (sm_{number}{how})"
 
 

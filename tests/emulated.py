@@ -21,6 +21,7 @@ from types import ModuleType
 
 import nvcc
 import pybind11
+import pytest
 from ninja import ninja_syntax
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -50,23 +51,26 @@ def more_flags() -> list[str]:
 
 
 def load(path: Path) -> ModuleType:
-    """The module in `path` as resode_kernels._CUDA."""
-    name = "resode_kernels._CUDA"
-    spec = importlib.util.spec_from_file_location(name, path)
+    """The module in `path`. Not by the name of the installed one, which pybind11 would return."""
+    spec = importlib.util.spec_from_file_location("emulated._CUDA", path)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    sys.modules[name] = module
     return module
 
 
 @functools.cache
-def install() -> None:
-    """Lets the emulated module run the backend "cuda", in this process."""
+def module() -> ModuleType:
+    return load(build())
+
+
+def install(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets the emulated module run the backend "cuda", for one test."""
     from resode_kernels.backends import cuda
 
-    cuda._CUDA, cuda._reason = load(build()), None
+    monkeypatch.setattr(cuda, "_CUDA", module())
+    monkeypatch.setattr(cuda, "_reason", None)
 
 
 def link(

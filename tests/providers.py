@@ -42,7 +42,7 @@ def load(name: str, monkeypatch: pytest.MonkeyPatch) -> Provider:
     elif DEVICE == "cuda":
         pytest.importorskip("resode_kernels._CUDA")
     else:
-        emulated.install()
+        emulated.install(monkeypatch)
     files = ("elementwise", "normalization", "layerwise")
     modules = [importlib.import_module(f"resode_kernels.backends.{name}.{file}") for file in files]
     return Provider(name, *modules, torch.float64 if name == "triton" else torch.float32)

@@ -36,9 +36,9 @@ H100 = {"index": 0, "processors": 132, "shared_memory": 227 << 10, "cache": 50 <
 
 
 @pytest.fixture(autouse=True)
-def kernels() -> None:
+def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     if DEVICE == "cpu":
-        emulated.install()
+        emulated.install(monkeypatch)
     elif cuda.unavailable():
         pytest.skip(f"the CUDA kernels are not there: {cuda.unavailable()}")
 

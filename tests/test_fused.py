@@ -39,11 +39,11 @@ def stage_of(block: str, *sizes: int, **options: Any) -> rk.Stage:
 
 
 @pytest.fixture(params=["triton", "cuda"])
-def backend(request: pytest.FixtureRequest) -> str:
+def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     if request.param == "triton":
         pytest.importorskip("triton", reason="Triton is not installed")
     elif DEVICE == "cpu":
-        emulated.install()
+        emulated.install(monkeypatch)
     elif cuda.unavailable():
         pytest.skip(f"the CUDA kernels are not there: {cuda.unavailable()}")
     return str(request.param)
