@@ -11,7 +11,7 @@ from targets import Target
 from resode_kernels.backends import cuda
 
 DIMS = (16, 32, 64, 128, 256)
-ROWS, DEPTH = 4096, 16
+ROWS, DEPTH = 65536, 16
 SOMEWHERE = 1 << 20  # an address: planning reads nothing
 
 

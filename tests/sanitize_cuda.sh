@@ -4,6 +4,8 @@
 #     tests/sanitize_cuda.sh thread  [pytest's arguments]    data races between a kernel's threads
 #     tests/sanitize_cuda.sh address [pytest's arguments]    accesses out of bounds, undefined ones
 #
+# Without arguments: all tests of the kernels.
+#
 # Needs GCC (or CXX=clang++ with its runtime) and the test extra of an installed resode_kernels.
 set -euo pipefail
 root=$(cd "$(dirname "$0")/.." && pwd)
@@ -34,7 +36,7 @@ case $sanitizer in
 esac
 
 cd "$root"
-[ $# -gt 0 ] || set -- tests/test_emulation.py
+[ $# -gt 0 ] || set -- -k cuda tests/test_fused.py tests/test_cuda.py tests/test_layerwise_*.py
 export RESODE_EMULATION_FLAGS="-O1 -fno-omit-frame-pointer $flags ${RESODE_EMULATION_FLAGS:-}"
 LD_PRELOAD=$preload OMP_NUM_THREADS=1 \
     "${run[@]}" python -m pytest -p no:cacheprovider --capture=sys "$@"

@@ -20,26 +20,23 @@
 #include "math.h"
 #include "products.h"
 #include "state.h"
+#include "storage.h"
 #include "weights.h"
 
 namespace resode {
 
-__device__ __forceinline__ float widen(float x) { return x; }
-__device__ __forceinline__ float widen(__half x) { return __half2float(x); }
-__device__ __forceinline__ float widen(__nv_bfloat16 x) { return __bfloat162float(x); }
-
-__host__ __device__ constexpr int round_up(int n, int multiple) {
-  return (n + multiple - 1) / multiple * multiple;
-}
-
-// What both kinds have: the tiles in shared memory.
+// What both kinds have: the tiles in shared memory, and chunks of weights, which are `units` in
+// all.
 template <class P, Block kBlock>
 class Shared {
  public:
   using Weight = typename P::Weight;
 
-  __device__ Shared(const Network& net, bool reverse)
-      : net_(net), layout_(kBlock, net.tiling, int(sizeof(Weight)), reverse) {}
+  __device__ Shared(const Network& net, int units, bool reverse)
+      : net_(net),
+        units_(units),
+        layout_(kBlock, net.tiling, int(sizeof(Weight)), reverse),
+        buffers_((units + net.tiling.chunk - 1) / net.tiling.chunk) {}
 
   // A place for a state that is not worked with.
   __device__ Tile<float> resting() const { return tile<float>(layout_.resting, net_.tiling.width); }
@@ -73,8 +70,26 @@ class Shared {
   }
   __device__ int depth() const { return round_up(net_.dim, 16); }  // of products over dim
 
+  // Units first … first + count − 1; `padded`: so many rounded up to whole tiles.
+  struct Chunk {
+    int buffer, first, count, padded;
+  };
+  __device__ __forceinline__ Chunk chunk(int i) const {
+    const int first = i * net_.tiling.chunk, count = min(net_.tiling.chunk, units_ - first);
+    return {0, first, count, round_up(count, 16)};
+  }
+  // The i-th chunk of block n, when it is there; `source` loads chunks.
+  template <class Source>
+  __device__ __forceinline__ Chunk acquire(int n, int i, int next, const Source& source) {
+    Chunk c = chunk(i);
+    c.buffer = buffers_.acquire(net_.block(n), i, next < 0 ? -1 : net_.block(next), source);
+    return c;
+  }
+
   const Network& net_;
+  const int units_;
   const Layout layout_;
+  DoubleBuffer buffers_;
 };
 
 // -------------------------------------------------------------------------------------------- mlp
@@ -83,11 +98,11 @@ template <class P>
 class Mlp : public Shared<P, Block::mlp> {
   using Base = Shared<P, Block::mlp>;
   using Base::net_;
+  using typename Base::Chunk;
   using typename Base::Weight;
 
  public:
-  __device__ Mlp(const Network& net, bool reverse)
-      : Base(net, reverse), chunks_((net.hidden + net.tiling.chunk - 1) / net.tiling.chunk) {}
+  __device__ Mlp(const Network& net, bool reverse) : Base(net, net.hidden, reverse) {}
 
   // f_n(p), if `wanted`; if `back`, ∂_x f_n(p)ᵀ (s c), and ∂_θ f_n(p)ᵀ (s c) is added to the
   // gradients. `next`: the block that is evaluated after this one, or −1.
@@ -100,10 +115,10 @@ class Mlp : public Shared<P, Block::mlp> {
     if (back) place.put(cotangent, c);
     value = bias(place, n);
     State gx{};
-    for (int i = 0; i < chunks_; ++i) {
-      const Chunk chunk = acquire(n, i, next);
+    for (int i = 0; i < Base::buffers_.chunks(); ++i) {
+      const Chunk chunk = Base::acquire(n, i, next, *this);
       const Tile<Weight> w1 = Base::w1(chunk.buffer), w2 = Base::w2(chunk.buffer);
-      each_tile(rows, chunk.units, [&](int row, int unit) {
+      each_tile(rows, chunk.padded, [&](int row, int unit) {
         Sum z[1] = {}, du[1] = {};
         float u[8], slope[8];
         add_product<P>(z, point, row, w1, unit, Base::depth());
@@ -125,19 +140,19 @@ class Mlp : public Shared<P, Block::mlp> {
       });
       __syncthreads();
       if (place.active && wanted)
-        add_product<P>(value.of, hidden(), place.row, w2, place.column, chunk.units);
+        add_product<P>(value.of, hidden(), place.row, w2, place.column, chunk.padded);
       if (!back) continue;
       if (place.active)
-        add_product_across<P>(gx.of, hidden_cotangent(), place.row, w1, place.column, chunk.units);
+        add_product_across<P>(gx.of, hidden_cotangent(), place.row, w1, place.column, chunk.padded);
       if (gradients->wanted(0))
-        each_tile(chunk.units, Base::depth(), [&](int unit, int column) {
+        each_tile(chunk.padded, Base::depth(), [&](int unit, int column) {
           gradients->add_outer<P>(0, 1, hidden_cotangent(), unit, point, column, rows,
                                   chunk.first + unit, column, net_.hidden, dim);
         });
       if (gradients->wanted(1))
         gradients->add_columns(1, 1, hidden_cotangent(), rows, chunk.first, chunk.count);
       if (gradients->wanted(2))
-        each_tile(Base::depth(), chunk.units, [&](int row, int unit) {
+        each_tile(Base::depth(), chunk.padded, [&](int row, int unit) {
           gradients->add_outer<P>(2, s, cotangent, row, hidden(), unit, rows, row,
                                   chunk.first + unit, dim, net_.hidden);
         });
@@ -150,11 +165,6 @@ class Mlp : public Shared<P, Block::mlp> {
   }
 
  private:
-  // Hidden units first … first + count − 1; `units`: rounded up to whole tiles.
-  struct Chunk {
-    int buffer, first, count, units;
-  };
-
   __device__ Tile<float> hidden() const {  // u
     return Base::template tile<float>(Base::layout_.value, net_.tiling.chunk);
   }
@@ -178,33 +188,23 @@ class Mlp : public Shared<P, Block::mlp> {
     return state;
   }
 
-  __device__ __forceinline__ Chunk acquire(int n, int i, int next) {
-    const int64_t number = int64_t(net_.block(n)) * chunks_ + i;
-    const int64_t after = next < 0 ? -1 : int64_t(net_.block(next)) * chunks_;
-    const int buffer = buffers_.acquire(number, i + 1 < chunks_ ? number + 1 : after, *this);
-    const int first = i * net_.tiling.chunk, count = min(net_.tiling.chunk, net_.hidden - first);
-    return {buffer, first, count, round_up(count, 16)};
-  }
-
   friend class DoubleBuffer;
-  __device__ __forceinline__ void load(int64_t number, int buffer) const {
-    const int n = int(number / chunks_), chunk = net_.tiling.chunk, width = net_.tiling.width;
-    const int first = int(number % chunks_) * chunk, count = min(chunk, net_.hidden - first);
+  __device__ __forceinline__ void load(int n, int i, int buffer) const {
+    const Chunk c = Base::chunk(i);
+    const int dim = net_.dim, chunk = net_.tiling.chunk;
 #pragma unroll 1  // the code of the copy once, not three times
-    for (int k = net_.parameters[1] ? 0 : 1; k < 3; ++k) {
-      const Weight* const from = Base::parameter(k == 0 ? 1 : k == 1 ? 0 : 2, n);
+    for (int k = 0; k < 3; ++k) {
+      const Weight* const from = Base::parameter(k, n);
       if (k == 0)
-        copy_async(Base::b1(buffer), 1, chunk, from + first, 0, 1, count);
-      else if (k == 1)
-        copy_async(Base::w1(buffer), chunk, width, from + int64_t(first) * net_.dim, net_.dim,
-                   count, net_.dim);
-      else
-        copy_async(Base::w2(buffer), width, chunk, from + first, net_.hidden, net_.dim, count);
+        copy_async(Base::w1(buffer), chunk, net_.tiling.width, from + int64_t(c.first) * dim, dim,
+                   c.count, dim);
+      else if (k == 2)
+        copy_async(Base::w2(buffer), net_.tiling.width, chunk, from + c.first, net_.hidden, dim,
+                   c.count);
+      else if (net_.parameters[1])
+        copy_async(Base::b1(buffer), 1, chunk, from + c.first, 0, 1, c.count);
     }
   }
-
-  const int chunks_;
-  DoubleBuffer buffers_;
 };
 
 // ----------------------------------------------------------------------------------------- linear
@@ -213,11 +213,11 @@ template <class P>
 class Linear : public Shared<P, Block::linear> {
   using Base = Shared<P, Block::linear>;
   using Base::net_;
+  using typename Base::Chunk;
   using typename Base::Weight;
 
  public:
-  __device__ Linear(const Network& net, bool reverse)
-      : Base(net, reverse), chunks_((net.dim + net.tiling.chunk - 1) / net.tiling.chunk) {}
+  __device__ Linear(const Network& net, bool reverse) : Base(net, net.dim, reverse) {}
 
   __device__ __forceinline__ State evaluate(const Place& place, const State& p, int n, int next,
                                             bool wanted, State& f, bool back, const State& c,
@@ -227,11 +227,11 @@ class Linear : public Shared<P, Block::linear> {
     place.put(point, p);
     if (back) place.put(Base::cotangent(), c);
     State gx{};
-    for (int i = 0; i < chunks_; ++i) {
-      const Chunk chunk = acquire(n, i, next);
+    for (int i = 0; i < Base::buffers_.chunks(); ++i) {
+      const Chunk chunk = Base::acquire(n, i, next, *this);
       const Tile<Weight> weight = Base::w1(chunk.buffer);
       if (wanted)
-        each_tile(rows, chunk.rows, [&](int row, int column) {
+        each_tile(rows, chunk.padded, [&](int row, int column) {
           Sum sum[1] = {};
           add_product<P>(sum, point, row, weight, column, Base::depth());
           each_pair([&](int r, int j, int i) {
@@ -243,9 +243,9 @@ class Linear : public Shared<P, Block::linear> {
       Tile<float> cotangent = Base::cotangent();
       cotangent.at += chunk.first;
       if (place.active)
-        add_product_across<P>(gx.of, cotangent, place.row, weight, place.column, chunk.rows);
+        add_product_across<P>(gx.of, cotangent, place.row, weight, place.column, chunk.padded);
       if (gradients->wanted(0))
-        each_tile(chunk.rows, Base::depth(), [&](int row, int column) {
+        each_tile(chunk.padded, Base::depth(), [&](int row, int column) {
           gradients->add_outer<P>(0, s, cotangent, row, point, column, rows, chunk.first + row,
                                   column, dim, dim);
         });
@@ -256,33 +256,16 @@ class Linear : public Shared<P, Block::linear> {
   }
 
  private:
-  // Rows of the weight from `first` on, a multiple of 16; beyond the weight they are zero.
-  struct Chunk {
-    int buffer, first, rows;
-  };
-
   __device__ Tile<float> value() const {
     return Base::template tile<float>(Base::layout_.value, net_.tiling.width);
   }
 
-  __device__ __forceinline__ Chunk acquire(int n, int i, int next) {
-    const int64_t number = int64_t(net_.block(n)) * chunks_ + i;
-    const int64_t after = next < 0 ? -1 : int64_t(net_.block(next)) * chunks_;
-    const int buffer = buffers_.acquire(number, i + 1 < chunks_ ? number + 1 : after, *this);
-    const int first = i * net_.tiling.chunk;
-    return {buffer, first, min(net_.tiling.chunk, Base::depth() - first)};
-  }
-
   friend class DoubleBuffer;
-  __device__ __forceinline__ void load(int64_t number, int buffer) const {
-    const int n = int(number / chunks_), first = int(number % chunks_) * net_.tiling.chunk;
+  __device__ __forceinline__ void load(int n, int i, int buffer) const {
+    const Chunk c = Base::chunk(i);
     copy_async(Base::w1(buffer), net_.tiling.chunk, net_.tiling.width,
-               Base::parameter(0, n) + int64_t(first) * net_.dim, net_.dim,
-               min(net_.tiling.chunk, net_.dim - first), net_.dim);
+               Base::parameter(0, n) + int64_t(c.first) * net_.dim, net_.dim, c.count, net_.dim);
   }
-
-  const int chunks_;
-  DoubleBuffer buffers_;
 };
 
 }  // namespace resode

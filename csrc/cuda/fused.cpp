@@ -27,7 +27,6 @@ const FusedKernels& kernels_for(const Stage& stage, const Gpu& gpu) {
 }
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
-int round_up(int64_t a, int b) { return int(ceil_div(a, b) * b); }
 
 int64_t elements(const Stage& stage, int k) {
   const int64_t sizes[] = {stage.hidden * stage.dim, stage.hidden, stage.dim * stage.hidden,
@@ -88,7 +87,7 @@ class Arena {
 
   float* floats(int64_t count) {
     float* const piece = reinterpret_cast<float*>(begin_ + used_);
-    used_ += size_t(ceil_div(count * 4, 256)) * 256;
+    used_ += size_t(ceil_div(count * 4, 256) * 256);
     return piece;
   }
   size_t used() const { return used_; }
@@ -105,7 +104,7 @@ Sums layout_sums(const Stage& stage, const Reverse& io) {
     sums.offsets[k] = -1;
     if (k >= stage.count || !io.gradients[k]) continue;
     sums.offsets[k] = sums.size;
-    sums.size += round_up(elements(stage, k), 4);
+    sums.size += ceil_div(elements(stage, k), 4) * 4;
   }
   return sums;
 }

@@ -50,10 +50,6 @@ __global__ void __launch_bounds__(kThreads, 1)
   }
 }
 
-__device__ __forceinline__ void narrow(float x, float* to) { *to = x; }
-__device__ __forceinline__ void narrow(float x, __half* to) { *to = __float2half_rn(x); }
-__device__ __forceinline__ void narrow(float x, __nv_bfloat16* to) { *to = __float2bfloat16_rn(x); }
-
 // ∂θ_n = Σ over the programs' sums, in their order; `groups` thread blocks for each block n.
 __global__ void __launch_bounds__(kThreads)
     reduce_kernel(const __grid_constant__ Reduction r, unsigned groups) {
@@ -67,7 +63,7 @@ __global__ void __launch_bounds__(kThreads)
     float sum = 0;
 #pragma unroll 8
     for (int program = 0; program < r.programs; ++program) sum += at[program * r.sums.size];
-    narrow(sum, static_cast<Weight*>(r.gradients[k]) + n * r.strides[k] + (i - offset));
+    narrow(sum, static_cast<Weight*>(r.gradients[k])[n * r.strides[k] + (i - offset)]);
   }
 }
 

@@ -5,14 +5,11 @@
 
 #pragma once
 
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-#include <cuda_runtime.h>
-
 #include <cstdint>
 #include <initializer_list>
 
 #include "layerwise.h"
+#include "storage.h"
 
 namespace resode {
 
@@ -51,14 +48,6 @@ template <class T, int V>
 struct alignas(V * sizeof(T)) Pack {
   T values[V];
 };
-
-__device__ __forceinline__ float widen(float x) { return x; }
-__device__ __forceinline__ float widen(__half x) { return __half2float(x); }
-__device__ __forceinline__ float widen(__nv_bfloat16 x) { return __bfloat162float(x); }
-
-__device__ __forceinline__ void narrow(float x, float& to) { to = x; }
-__device__ __forceinline__ void narrow(float x, __half& to) { to = __float2half_rn(x); }
-__device__ __forceinline__ void narrow(float x, __nv_bfloat16& to) { to = __float2bfloat16_rn(x); }
 
 // Calls f with a null pointer to the array's type, of which V fit into 16 bytes.
 template <int V, class F>

@@ -12,6 +12,10 @@ constexpr int kThreads = 32 * kWarps;
 constexpr int kStateColumns = 32;    // a warp holds 16 rows and so many columns of every state
 constexpr int kBlockParameters = 4;  // at most: w1, b1, w2, b2
 
+__host__ __device__ constexpr int round_up(int64_t n, int multiple) {
+  return int((n + multiple - 1) / multiple * multiple);
+}
+
 // How a thread block sees the stage: `rows` rows of states of `width` columns, in registers, and
 // weights `chunk` at a time: hidden units of an MLP, rows of a linear block's weight. All are
 // multiples of 16, the width of 32; what is beyond the actual sizes is zero.

@@ -37,25 +37,32 @@ __device__ __forceinline__ void copy_async(Tile<T> to, int tile_rows, int tile_c
   }
 }
 
-// Chunks of the blocks' weights, numbered through all blocks, in two buffers: while the threads
-// work with one of them, the other one is being filled with what comes next. `source.load(chunk,
-// buffer)` copies a chunk. One that is still there is not loaded again.
+// The chunks of the blocks' weights, so many of each block, in two buffers: while the threads work
+// with one of them, the other one is being filled with what comes next. `source.load(block, i,
+// buffer)` copies a block's i-th chunk. One that is still there is not loaded again.
 class DoubleBuffer {
  public:
-  // Returns the buffer that holds the chunk, and begins to load the one that is needed next (−1:
-  // none is). By then, all threads have finished what they did before.
+  __device__ explicit DoubleBuffer(int chunks) : chunks_(chunks) {}
+
+  __device__ __forceinline__ int chunks() const { return chunks_; }
+
+  // Returns the buffer that holds the block's i-th chunk, and begins to load the one after it: the
+  // block's own or the first one of the block `next` (−1: none). When this returns, all threads
+  // have finished what they did before.
   template <class Source>
-  __device__ __forceinline__ int acquire(int64_t chunk, int64_t next, const Source& source) {
+  __device__ __forceinline__ int acquire(int block, int i, int next, const Source& source) {
+    const int64_t chunk = int64_t(block) * chunks_ + i;
+    const int64_t after = i + 1 < chunks_ ? chunk + 1 : next < 0 ? -1 : int64_t(next) * chunks_;
     if (held_ != chunk) {
       const int64_t before = held_;
       buffer_ ^= 1, held_ = other_, other_ = before;
     }
 #pragma unroll 1  // the code of the copies once, not twice
     for (int ahead = 0; ahead < 2; ++ahead) {
-      const int64_t wanted = ahead ? next : chunk;
+      const int64_t wanted = ahead ? after : chunk;
       if (wanted >= 0 && wanted != held_ && wanted != other_) {
         __pipeline_wait_prior(0);  // what was loaded in vain may still be on its way there
-        source.load(wanted, buffer_ ^ ahead);
+        source.load(int(wanted / chunks_), int(wanted % chunks_), buffer_ ^ ahead);
         __pipeline_commit();
         (ahead ? other_ : held_) = wanted;
       }
@@ -67,6 +74,7 @@ class DoubleBuffer {
   }
 
  private:
+  const int chunks_;
   int buffer_ = 0;
   int64_t held_ = -1, other_ = -1;  // the chunks in the current and in the other buffer
 };
