@@ -174,8 +174,8 @@ def test_addresses_off_16_bytes(block: str, storage: torch.dtype, kernel: Run) -
 
 @pytest.mark.parametrize("options", RULES[:2], ids=name)
 def test_rows_that_only_fill_a_tile_do_no_harm(options: dict[str, Any], kernel: Run) -> None:
-    """At x = −1 this block is zero. At x = 0, where a tile's empty rows begin, its steps back grow a
-    million times each and overflow."""
+    """At x = −1 this block is zero. At x = 0, where a tile's empty rows begin, its steps back grow
+    a million times each and overflow."""
     made = make_stage("relu", 1, 1, 10, step=1.0, device=DEVICE, **options)
     with torch.no_grad():
         for parameter, value in zip(made.parameters(), (1e3, 500, -1e3, 0), strict=True):
