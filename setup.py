@@ -6,8 +6,9 @@ linked statically. Nothing here or in csrc/ needs torch. When a module cannot be
 installs without it and remembers why, for `python -m resode_kernels info`.
 
 Environment: CXX (compiler), MAX_JOBS (parallel jobs), RESODE_CXXFLAGS (extra compiler flags of
-`_C`), CUDA_HOME, RESODE_CUDA_ARCHS (targets of `_CUDA`, e.g. "80;90"), RESODE_CPP=1, RESODE_CUDA=1
-(a module that cannot be built is an error), RESODE_CUDA=0 (`_CUDA` is not built).
+`_C`), RESODE_ISAS (its instruction sets, e.g. "avx2"), CUDA_HOME, RESODE_CUDA_ARCHS (targets of
+`_CUDA`, e.g. "80;90"), RESODE_CPP=1, RESODE_CUDA=1 (a module that cannot be built is an error),
+RESODE_CUDA=0 (`_CUDA` is not built).
 """
 
 from __future__ import annotations
@@ -46,6 +47,8 @@ if platform.machine().lower() in ("x86_64", "amd64"):
         "avx2": ["-mavx2", "-mfma"],
         "avx512": ["-mavx512f", "-mavx512vl", "-mavx512dq", "-mavx512bw", "-mfma"],
     }
+if os.environ.get("RESODE_ISAS"):
+    INSTRUCTION_SETS = {name: INSTRUCTION_SETS[name] for name in os.environ["RESODE_ISAS"].split()}
 
 
 def find_compiler() -> str:
@@ -82,17 +85,19 @@ def write_cpp(ninja: ninja_syntax.Writer, target: Path) -> dict[str, Any]:
         "-Wextra",
         "-Wno-psabi",
     ]
-    flags += openmp + os.environ.get("RESODE_CXXFLAGS", "").split()
+    flags += openmp
+    asked = os.environ.get("RESODE_CXXFLAGS", "").split()
     link = ["-bundle", "-undefined", "dynamic_lookup"] if sys.platform == "darwin" else ["-shared"]
     ninja.variable("cxx", compiler)
     ninja.variable("flags", flags)
+    ninja.variable("asked", asked)
     ninja.rule(
         "compile",
-        "$cxx -MMD -MF $out.d $flags $extra -c $in -o $out",
+        "$cxx -MMD -MF $out.d $flags $extra $asked -c $in -o $out",
         depfile="$out.d",
         deps="gcc",
     )
-    ninja.rule("link", "$cxx $flags $link $in -o $out")
+    ninja.rule("link", "$cxx $flags $asked $link $in -o $out")
     objects = []
     for name, isa_flags in INSTRUCTION_SETS.items():
         objects += ninja.build(
@@ -113,7 +118,7 @@ def write_cpp(ninja: ninja_syntax.Writer, target: Path) -> dict[str, Any]:
     return {
         "compiler": version.stdout.splitlines()[0] if version.stdout else compiler,
         "openmp": bool(openmp),
-        "flags": " ".join(flags),
+        "flags": " ".join([*flags, *asked]),
     }
 
 

@@ -8,7 +8,9 @@
 
 namespace resode {
 
+#if defined(RESODE_WITH_BASELINE)
 extern const Kernels kernels_baseline;
+#endif
 #if defined(RESODE_WITH_AVX2)
 extern const Kernels kernels_avx2;
 #endif
@@ -25,7 +27,10 @@ struct Build {
 
 // From the plainest to the widest.
 std::vector<Build> builds() {
-  std::vector<Build> all = {{&kernels_baseline, true}};
+  std::vector<Build> all;
+#if defined(RESODE_WITH_BASELINE)
+  all.push_back({&kernels_baseline, true});
+#endif
 #if defined(RESODE_WITH_AVX2)
   all.push_back({&kernels_avx2, __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")});
 #endif

@@ -38,7 +38,7 @@ class Steps {
   //   gy = ∂_x f_{n+1}(y)ᵀ (h/2) g,   gx = ∂_x f_n(p)ᵀ (h/2 g + h gy),   g ← g + gy + gx
   __device__ __forceinline__ void reverse(const Place& place, const ReverseWalk& walk, int n,
                                           bool first_tile, State& g) {
-    const bool exact = walk.rule == Rule::exact, paper = walk.rule == Rule::paper;
+    const bool paper = walk.rule == Rule::paper, moves = !paper && walk.rule != Rule::exact;
     const bool last_step = n + 1 == net_.steps;
     restart(place, walk, n);
     const State p = point(place, walk, n);
@@ -58,7 +58,7 @@ class Steps {
       const bool newest = net_.tied ? last_step && values : k == 0 || last_step;
       const Gradients gradients(walk.sums, net_.block(block), first_tile && newest);
       State value;
-      const bool wanted = evaluates || (values && !exact && (!paper || !heun_));
+      const bool wanted = evaluates || (values && (moves || (known_ && !heun_)));
       const State gx =
           blocks_.evaluate(place, at, block, k == 0 ? next : n + k - 1, wanted, value, !evaluates,
                            cotangent, k == 1 ? 0.5f * net_.h : net_.h, &gradients);
@@ -68,7 +68,7 @@ class Steps {
         continue;
       }
       if (values) {
-        if (!exact && !paper) move(place, walk, n, heun_ ? 0.5f * (first_ + value) : value);
+        if (moves) move(place, walk, n, heun_ ? 0.5f * (first_ + value) : value);
         if (!heun_) first_ = value;
       }
       cotangent = fma(0.5f, g, gx);
