@@ -73,11 +73,4 @@ __device__ __forceinline__ void activate(Activation activation, const float (&z)
   activate_by<Identity>(z, value, slope);
 }
 
-__device__ __forceinline__ void activate(Activation activation, float z, float& value,
-                                         float& slope) {
-  float values[1], slopes[1];
-  activate(activation, {z}, values, slopes);
-  value = values[0], slope = slopes[0];
-}
-
 }  // namespace resode

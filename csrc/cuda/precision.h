@@ -80,7 +80,6 @@ __device__ __forceinline__ int matrix_column(bool down_first) {
 
 struct Float32 {
   using Weight = float;
-  static constexpr bool kTensorCores = false;
   static constexpr int kDepth = 4;
   struct A {
     float of[2][4];  // rows g, g + 8; depth
@@ -141,7 +140,6 @@ struct Float32 {
 
 struct Tf32 {
   using Weight = float;
-  static constexpr bool kTensorCores = true;
   static constexpr int kDepth = 8;
   struct A {
     uint32_t of[4];
@@ -218,7 +216,6 @@ __device__ __forceinline__ uint32_t pack(float low, float high, __nv_bfloat16) {
 template <class T>
 struct Half {
   using Weight = T;
-  static constexpr bool kTensorCores = true;
   static constexpr int kDepth = 16;
   struct A {
     uint32_t of[4];
