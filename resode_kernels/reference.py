@@ -319,6 +319,7 @@ def forward(scheme: Scheme, x: Any, keep_every: int = 0) -> tuple[Any, dict[int,
 
 # ---------------------------------------------------------------------------------- reverse pass
 
+Watch = Callable[[int, Any, Any], None]  # n, p and x̃[n]
 EXTRAPOLATION = {1: (1,), 2: (2, -1), 3: (3, -3, 1)}
 
 
@@ -353,8 +354,10 @@ def adjoint(
     kept: dict[int, Any],
     last: int = 0,
     wrt_x: bool = True,
+    watch: Watch | None = None,
 ) -> Iterator[StepPullback]:
-    """The VJPs of the steps N − 1 … ``last``, at points reconstructed from x = x[N]."""
+    """The VJPs of the steps N − 1 … ``last``, at points reconstructed from x = x[N]. ``watch`` is
+    told the point and the reconstructed state of every step."""
     history: deque[Any] = deque(maxlen=order)
     known = None
     for n in reversed(range(last, scheme.steps)):
@@ -369,6 +372,8 @@ def adjoint(
             x = scheme.combine(x, (-scheme.h, slope))
             if rule == "predicted":
                 history.appendleft(slope)
+        if watch is not None:
+            watch(n, p, x)
 
 
 def exact(

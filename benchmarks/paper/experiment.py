@@ -1,0 +1,154 @@
+"""What the experiments of this folder share: their options, what they return, and how that is
+written down.
+
+An experiment is a script with a function ``run(options) -> Result`` and
+
+    if __name__ == "__main__":
+        main(run, __doc__)
+
+which runs it, writes a CSV and a PNG named after the script, and prints the verdicts on the paper's
+claims. ``all.py`` runs every script and writes one report.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import matplotlib as mpl
+import torch
+
+mpl.use("Agg")
+import matplotlib.pyplot as plt
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, NullFormatter
+from tqdm import tqdm
+
+BENCHMARKS = Path(__file__).resolve().parents[1]
+sys.path.append(str(BENCHMARKS))
+from measure import machine, write_csv  # noqa: E402
+
+RESULTS = BENCHMARKS / "results" / "paper"
+
+COLOURS = {
+    "exact": "#222222",
+    "euler": "#0072b2",
+    "heun": "#d55e00",
+    "paper": "#0072b2",
+    "refined": "#009e73",
+    "predicted": "#cc79a7",
+    "tuned": "#009e73",
+}
+"""One colour means one thing in all figures (Okabe and Ito's palette)."""
+
+
+@dataclass(frozen=True)
+class Options:
+    quick: bool = False
+    """A smaller version that takes seconds, for ``all.py`` and for the tests."""
+    out: Path = RESULTS
+    data: Path | None = None
+    """A local directory with CIFAR-10 or ImageNet; None: scikit-learn's digits."""
+    seeds: int | None = None
+    """None: the experiment's own number."""
+    device: str = "cpu"
+
+
+@dataclass(frozen=True)
+class Verdict:
+    claim: str
+    """In words, as the paper states it."""
+    holds: bool
+    numbers: str
+    """What was measured, and what it was compared with."""
+
+    def __str__(self) -> str:
+        return f"{'holds' if self.holds else 'DOES NOT HOLD'}: {self.claim} ({self.numbers})"
+
+
+@dataclass
+class Result:
+    title: str
+    rows: list[dict[str, Any]]
+    """Of the CSV."""
+    figure: Figure
+    verdicts: list[Verdict]
+    notes: list[str] = field(default_factory=list)
+    """What a reader should know: the setting, what differs from the paper, and why."""
+    table: str = ""
+    """In Markdown, where numbers say more than the figure."""
+
+
+Run = Callable[[Options], Result]
+
+
+def progress(things: Iterable[Any], description: str, total: int | None = None) -> Iterable[Any]:
+    """A bar that disappears when it is done."""
+    return tqdm(things, desc=description, total=total, leave=False, dynamic_ncols=True)
+
+
+def slope(x: Sequence[float], y: Sequence[float]) -> float:
+    """Of the line through the points (log x, log y), by least squares: the order p of y ~ x^p."""
+    u, v = ([math.log(value) for value in values] for values in (x, y))
+    centre_u, centre_v = sum(u) / len(u), sum(v) / len(v)
+    covariance = sum((a - centre_u) * (b - centre_v) for a, b in zip(u, v, strict=True))
+    return covariance / sum((a - centre_u) ** 2 for a in u)
+
+
+def depth_axis(axes: Axes, depths: Sequence[int], label: str = "depth N") -> None:
+    """Depth as every figure shows it: by powers of two."""
+    axes.set_xscale("log", base=2)
+    axes.set_xlabel(label)
+    axes.set_xticks(list(depths))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axes.xaxis.set_minor_formatter(NullFormatter())
+
+
+def panels(count: int, title: str, width: float = 5.2) -> tuple[Figure, list[Axes]]:
+    figure, axes = plt.subplots(
+        1, count, figsize=(width * count, 4.4), constrained_layout=True, squeeze=False
+    )
+    figure.suptitle(title)
+    for one in axes[0]:
+        one.grid(alpha=0.25)
+        one.spines[["top", "right"]].set_visible(False)
+    return figure, list(axes[0])
+
+
+def save(result: Result, name: str, out: Path) -> None:
+    write_csv(out / f"{name}.csv", result.rows)
+    result.figure.savefig(out / f"{name}.png", dpi=150)
+    plt.close(result.figure)
+
+
+def parser(description: str | None) -> argparse.ArgumentParser:
+    result = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    result.add_argument("--quick", action="store_true", help="a smaller version, in seconds")
+    result.add_argument("--out", type=Path, default=RESULTS, help="folder for CSV and PNG")
+    result.add_argument("--data", type=Path, help="CIFAR-10 or ImageNet instead of digits")
+    result.add_argument("--seeds", type=int, help="how many runs to take the median of")
+    result.add_argument("--device", default="cpu")
+    return result
+
+
+def main(run: Run, description: str | None) -> None:
+    options = Options(**vars(parser(description).parse_args()))
+    name = Path(sys.argv[0]).stem
+    torch.manual_seed(0)
+    result = run(options)
+    save(result, name, options.out)
+    print(f"{result.title}\n{machine(options.device)}\n")
+    for text in (*result.notes, result.table):
+        if text:
+            print(text + "\n")
+    for verdict in result.verdicts:
+        print(verdict)
+    print(f"\nwrote {options.out / name}.csv and .png")
