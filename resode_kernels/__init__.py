@@ -11,17 +11,24 @@ __version__ = version("resode_kernels")
 from . import functional
 from .backends import BackendUnavailableError
 from .conv import ConvStage
+from .diagnostics import GradientErrorWarning, Report, Setting, diagnose, monitor, tune
 from .options import How
 from .stages import LinearStage, MLPStage, ResidualStage, Stage, residual_branch
 
 __all__ = [
     "BackendUnavailableError",
     "ConvStage",
+    "GradientErrorWarning",
     "How",
     "LinearStage",
     "MLPStage",
+    "Report",
     "ResidualStage",
+    "Setting",
     "Stage",
+    "diagnose",
     "functional",
+    "monitor",
     "residual_branch",
+    "tune",
 ]
