@@ -8,7 +8,7 @@ from importlib.metadata import version
 
 __version__ = version("resode_kernels")
 
-from . import functional
+from . import functional, models
 from .backends import BackendUnavailableError
 from .conv import ConvStage
 from .options import How
@@ -23,5 +23,6 @@ __all__ = [
     "ResidualStage",
     "Stage",
     "functional",
+    "models",
     "residual_branch",
 ]
