@@ -8,7 +8,7 @@ from importlib.metadata import version
 
 __version__ = version("resode_kernels")
 
-from . import functional
+from . import functional, models
 from .backends import BackendUnavailableError
 from .conv import ConvStage
 from .diagnostics import GradientErrorWarning, Report, Setting, diagnose, monitor, tune
@@ -28,6 +28,7 @@ __all__ = [
     "Stage",
     "diagnose",
     "functional",
+    "models",
     "monitor",
     "residual_branch",
     "tune",
