@@ -6,9 +6,9 @@ impossible for a Neural ODE.
 
 Measured: one-dimensional states, inputs in [0, 1], where x²/2 keeps the order of the inputs and
 −x²/2 reverses it. The paper's ResNet, with step 1/N and weights that start equal in all layers,
-learns the first map. It stays close to an ODE, and so it cannot learn the second: it maps all inputs
-to about one value. The classical ResNet, with step 1 and independent random weights, learns it.
-Counted are the layers in which neighbours at the input change their order.
+learns the first map. It stays close to an ODE, and so it cannot learn the second: it maps all
+inputs to about one value. The classical ResNet, with step 1 and independent random weights, learns
+it. Counted are the layers in which neighbours at the input change their order.
 """
 
 from __future__ import annotations
@@ -142,10 +142,10 @@ def run(options: Options) -> Result:
         ),
     ]
     notes = [
-        f"Adam, {iterations} full batches of 64 inputs, exact gradients, float64; 8 hidden units in "
-        "a residual function with step 1/N, 1 with step 1, where more made training fail more "
-        f"often. {learned} of {seeds} draws of the network on the right learned −x²/2 to "
-        f"{LEARNED}, the best is shown."
+        f"Adam, {iterations} full batches of 64 inputs, exact gradients, float64; residual "
+        "functions have 8 hidden units with step 1/N, and 1 with step 1, where with more of them "
+        f"training fails more often. {learned} of {seeds} draws of the network on the "
+        f"right learned −x²/2 to {LEARNED}, the best is shown."
     ]
     rows = [
         {
