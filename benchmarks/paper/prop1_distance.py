@@ -157,12 +157,12 @@ def run(options: Options) -> Result:
 
     title = "Proposition 1: distance between a ResNet and its ODE"
     figure, axes = panels(2, title)
-    for one, order in zip(axes, (1, 0), strict=True):
-        for case in (case for case in CASES if case.order == order):
+    for one, tight in zip(axes, (TIGHT, GROWING), strict=True):
+        for case in (case for case in CASES if case.order == tight.order):
             numbers = columns[case.label]
             one.plot(depths, numbers["distance"], "o-", color=case.colour, label=case.label)
             one.plot(depths, numbers["bound"], "--", color=case.colour)
-        one.plot([], [], "--", color="grey", label="bound")
+        one.plot([], [], "--", color="grey", label=f"bound ({tight.label} is on it)")
         one.set_yscale("log")
         depth_axis(one, depths)
         one.legend(frameon=False)
