@@ -110,15 +110,16 @@ def depth_axis(axes: Axes, depths: Sequence[int], label: str = "depth N") -> Non
     axes.xaxis.set_minor_formatter(NullFormatter())
 
 
-def panels(count: int, title: str, width: float = 5.2) -> tuple[Figure, list[Axes]]:
+def panels(count: int, title: str, width: float = 5.2, rows: int = 1) -> tuple[Figure, list[Axes]]:
+    """``count`` in each of the rows; row after row."""
     figure, axes = plt.subplots(
-        1, count, figsize=(width * count, 4.4), constrained_layout=True, squeeze=False
+        rows, count, figsize=(width * count, 4.4 * rows), constrained_layout=True, squeeze=False
     )
     figure.suptitle(title)
-    for one in axes[0]:
+    for one in axes.flat:
         one.grid(alpha=0.25)
         one.spines[["top", "right"]].set_visible(False)
-    return figure, list(axes[0])
+    return figure, list(axes.flat)
 
 
 def save(result: Result, name: str, out: Path) -> None:
