@@ -123,7 +123,12 @@ def panels(count: int, title: str, width: float = 5.2, rows: int = 1) -> tuple[F
 
 
 def save(result: Result, name: str, out: Path) -> None:
-    write_csv(out / f"{name}.csv", result.rows)
+    """Numbers with six digits."""
+    rows = [
+        {key: f"{value:.6g}" if isinstance(value, float) else value for key, value in row.items()}
+        for row in result.rows
+    ]
+    write_csv(out / f"{name}.csv", rows)
     result.figure.savefig(out / f"{name}.png", dpi=150)
     plt.close(result.figure)
 

@@ -152,7 +152,7 @@ def run(options: Options) -> Result:
             "map": result.network.target,
             "step": 1 / DEPTH if result.network.like_an_ode else 1.0,
             "layer": n,
-            **{f"x{i}": f"{x:.4f}" for i, x in enumerate(states)},
+            **{f"x{i}": round(x, 4) for i, x in enumerate(states)},
         }
         for result in results
         for n, states in enumerate(result.states.tolist())

@@ -20,6 +20,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import runge_kutta
 import torch
 from experiment import COLOURS, Options, Result, Verdict, depth_axis, main, panels, progress, slope
 from states import trajectory
@@ -99,11 +100,7 @@ def solve(case: Case, depth: int, x: Tensor, steps: int) -> Tensor:
     halves = torch.arange(2 * steps + 1, dtype=x.dtype) / (2 * steps)
     weights = list(zip(*case.weights(halves, depth), strict=True))
     for k in range(0, 2 * steps, 2):
-        a = f(x, *weights[k])
-        b = f(x + h / 2 * a, *weights[k + 1])
-        c = f(x + h / 2 * b, *weights[k + 1])
-        d = f(x + h * c, *weights[k + 2])
-        x = x + h / 6 * (a + 2 * b + 2 * c + d)
+        x = runge_kutta.step(lambda i, y, k=k: f(y, *weights[k + i]), x, h)
         states.append(x)
     return torch.stack(states)
 
