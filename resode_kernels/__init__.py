@@ -8,20 +8,28 @@ from importlib.metadata import version
 
 __version__ = version("resode_kernels")
 
-from . import functional
+from . import functional, models
 from .backends import BackendUnavailableError
 from .conv import ConvStage
+from .diagnostics import GradientErrorWarning, Report, Setting, diagnose, monitor, tune
 from .options import How
 from .stages import LinearStage, MLPStage, ResidualStage, Stage, residual_branch
 
 __all__ = [
     "BackendUnavailableError",
     "ConvStage",
+    "GradientErrorWarning",
     "How",
     "LinearStage",
     "MLPStage",
+    "Report",
     "ResidualStage",
+    "Setting",
     "Stage",
+    "diagnose",
     "functional",
+    "models",
+    "monitor",
     "residual_branch",
+    "tune",
 ]
