@@ -11,7 +11,15 @@ __version__ = version("resode_kernels")
 from . import functional, models
 from .backends import BackendUnavailableError
 from .conv import ConvStage
-from .diagnostics import GradientErrorWarning, Report, Setting, diagnose, monitor, tune
+from .diagnostics import (
+    GradientErrorWarning,
+    Report,
+    Setting,
+    diagnose,
+    input_of,
+    monitor,
+    tune,
+)
 from .options import How
 from .stages import LinearStage, MLPStage, ResidualStage, Stage, residual_branch
 
@@ -28,6 +36,7 @@ __all__ = [
     "Stage",
     "diagnose",
     "functional",
+    "input_of",
     "models",
     "monitor",
     "residual_branch",

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import resode_kernels as rk
+from resode_kernels.diagnostics import settings
 from resode_kernels.diagnostics.gradients import GradientError
 from resode_kernels.diagnostics.settings import (
     CHECKPOINT,
@@ -115,6 +116,55 @@ def test_the_loss_is_the_users() -> None:
         for rows in (slice(0, 3), slice(3, 6))
     )
     assert tame.gradient != wild.gradient
+
+
+def test_a_stage_is_tuned_inside_its_model() -> None:
+    class Masked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(8, 8)
+
+        def forward(self, x: Tensor, mask: Tensor, scale: float) -> Tensor:
+            return torch.tanh(self.linear(x)) * mask * scale
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = nn.Linear(3, 8)
+            self.stage = rk.ResidualStage([Masked() for _ in range(6)])
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.stage(self.first(x), torch.ones(8), scale=0.5)
+
+    model, x = Model(), torch.randn(5, 3)
+    seen = rk.input_of(model.stage, lambda: model(x))
+    assert torch.equal(seen.x, model.first(x))
+    assert not seen.x.requires_grad
+    assert not model.stage._forward_pre_hooks
+    report = rk.tune(model.stage, seen.x, args=seen.args, kwargs=seen.kwargs, seconds=0)
+    assert report.recommended.error < 1e-2
+    with pytest.raises(RuntimeError, match="did not call the stage"):
+        rk.input_of(model.stage, lambda: model.first(x))
+
+
+def test_a_setting_that_fails_nearby_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a kink in f would have it: good at x, bad at an input one per cent away."""
+    stage, x = rk.MLPStage(8, 8, 64), torch.randn(32, 8)
+    lucky, honest = Setting("adjoint", "predicted", 2), Setting("adjoint", "refined", 3)
+    true = settings.errors
+
+    def errors(probe: Any, cotangent: Any, exact: Any, setting: Setting) -> Any:
+        if setting == lucky:
+            bad = not torch.equal(probe.x, x)
+            return (GradientError(1.0 if bad else 0.0, 1.0), GradientError(0.0, 1.0))
+        return true(probe, cotangent, exact, setting)
+
+    times = {lucky: 1.0, honest: 2.0, Setting("adjoint", "refined", 1): 2.5, CHECKPOINT: 3.0}
+    monkeypatch.setattr(settings, "errors", errors)
+    monkeypatch.setattr(settings, "_times", lambda *_: times)
+    report = rk.diagnose(stage, x, settings=[lucky, honest], seconds=0)
+    assert report.recommended.setting == honest
+    assert report.of(lucky).error == 1.0
 
 
 # ---------------------------------------------------------------------------------------- choice

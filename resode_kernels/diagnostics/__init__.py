@@ -3,14 +3,15 @@
 tuning.py      diagnose and tune
 monitoring.py  monitor: the same in training
 report.py      what was found; drawing.py draws it
-probe.py       runs a stage without a trace
+probe.py       runs a stage without a trace; input_of: what it is called with in a model
 trajectory.py  states and their reconstructions
 gradients.py   errors of gradients
 constants.py   the paper's constants and bounds
 settings.py    the settings that are compared: errors, memory, time; and the choice
 """
 
-from .monitoring import GradientErrorWarning, Monitor, monitor
+from .monitoring import GradientErrorWarning, Monitor, Observation, monitor
+from .probe import StageInput, input_of
 from .report import Report
 from .settings import Setting
 from .tuning import diagnose, tune
@@ -18,9 +19,12 @@ from .tuning import diagnose, tune
 __all__ = [
     "GradientErrorWarning",
     "Monitor",
+    "Observation",
     "Report",
     "Setting",
+    "StageInput",
     "diagnose",
+    "input_of",
     "monitor",
     "tune",
 ]

@@ -17,6 +17,39 @@ from ..stages import Stage
 Loss = Callable[[Any], Tensor]
 
 
+class StageInput(NamedTuple):
+    """What a stage was called with."""
+
+    x: State
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+def input_of(stage: Stage, run: Callable[[], Any]) -> StageInput:
+    """What ``stage`` is called with inside ``run()``, detached, for ``diagnose`` and ``tune``:
+
+        seen = rk.input_of(model.layer3, lambda: model(images))
+        rk.tune(model.layer3, seen.x)
+
+    If it is called several times, the last counts.
+    """
+    calls: list[StageInput] = []
+
+    def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        (x, *more), named = tree_map_only(Tensor, Tensor.detach, (args, kwargs))
+        calls.append(StageInput(x, tuple(more), named))
+
+    handle = stage.register_forward_pre_hook(before, with_kwargs=True)
+    try:
+        with torch.no_grad():
+            run()
+    finally:
+        handle.remove()
+    if not calls:
+        raise RuntimeError(f"run() did not call the stage ({type(stage).__name__})")
+    return calls[-1]
+
+
 class Gradients(NamedTuple):
     parameters: dict[str, Tensor]
     """By name; only those that require grad."""
