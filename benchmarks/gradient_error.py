@@ -1,5 +1,5 @@
-"""Does ``rk.tune`` keep its promise? Stages of several kinds and depths are tuned on one batch; then
-the error of their gradients is measured, by hand, on batches that it has not seen.
+"""Does ``rk.tune`` keep its promise? Stages of several kinds and depths are tuned on one batch, and
+the error of their gradients is then measured, by hand, on batches that it has not seen.
 
     python benchmarks/gradient_error.py
     python benchmarks/gradient_error.py --bound 1e-3 --depths 64 --batches 10
