@@ -13,6 +13,7 @@ from .backends import BackendUnavailableError
 from .conv import ConvStage
 from .options import How
 from .stages import LinearStage, MLPStage, ResidualStage, Stage, residual_branch
+from .training import deepen, untie
 
 __all__ = [
     "BackendUnavailableError",
@@ -22,6 +23,8 @@ __all__ = [
     "MLPStage",
     "ResidualStage",
     "Stage",
+    "deepen",
     "functional",
     "residual_branch",
+    "untie",
 ]

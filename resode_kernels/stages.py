@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from collections.abc import Sequence
+from fractions import Fraction
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from . import checks, functional
+from .interpolation import module_at, tensor_at
 from .options import How, choice, positive_int
 from .replay import State
 
@@ -38,19 +41,45 @@ class Stage(nn.Module):
         self.how = how
         return self
 
+    def _place_blocks(self, places: Sequence[Fraction]) -> None:
+        """The blocks become those at these places among the present ones, all of them copies."""
+        raise NotImplementedError(f"{type(self).__name__} does not say what its blocks are")
+
     def extra_repr(self) -> str:
         changed = [f"{k}={v!r}" for k, v in vars(self.how).items() if v != getattr(How, k)]
         tied = ["tied=True"] if self.tied else []
         return ", ".join([f"depth={self.depth}", *tied, *changed])
 
 
-class MLPStage(Stage):
+class StackedStage(Stage):
+    """A stage with the parameters of all blocks in one tensor each, stacked over blocks."""
+
+    stacked: ClassVar[tuple[str, ...]]
+    """Their names. Any of them may be None."""
+
+    def _place_blocks(self, places: Sequence[Fraction]) -> None:
+        for name in self.stacked:
+            old = getattr(self, name)
+            if old is None:
+                continue
+            if name not in self._parameters:
+                raise ValueError(
+                    f"{name} is computed by a parametrization, which cannot be split into blocks; "
+                    "remove it (torch.nn.utils.parametrize.remove_parametrizations)"
+                )
+            new = torch.stack([tensor_at(old, place) for place in places])
+            setattr(self, name, nn.Parameter(new, requires_grad=old.requires_grad))
+
+
+class MLPStage(StackedStage):
     """``depth`` residual steps with f(x) = W2 σ(W1 x + b1) + b2.
 
     Parameters are stacked over blocks, each in ``nn.Linear``'s layout: w1 [blocks, hidden, dim],
     b1 [blocks, hidden], w2 [blocks, dim, hidden], b2 [blocks, dim]. There are ``depth`` blocks,
     one more with ``scheme="heun"``, and one in all if ``tied``. ``how``: see ``options.How``.
     """
+
+    stacked = ("w1", "b1", "w2", "b2")
 
     def __init__(
         self,
@@ -103,11 +132,13 @@ class MLPStage(Stage):
         )
 
 
-class LinearStage(Stage):
+class LinearStage(StackedStage):
     """``depth`` residual steps with f(x) = θ x; weight [blocks, dim, dim].
 
     There are as many blocks as in an ``MLPStage``. ``how``: see ``options.How``.
     """
+
+    stacked = ("weight",)
 
     def __init__(
         self,
@@ -167,6 +198,11 @@ class ResidualStage(Stage):
 
     def forward(self, x: State, *args: Any, **kwargs: Any) -> State:
         return functional.run_residual(list(self.blocks), x, args, kwargs, self.depth, self.how)
+
+    def _place_blocks(self, places: Sequence[Fraction]) -> None:
+        blocks = [module_at(self.blocks, place) for place in places]
+        del self.blocks[:]
+        self.blocks.extend(blocks)
 
 
 def residual_branch(block: nn.Module) -> ResidualBranch:
