@@ -48,9 +48,11 @@ def deepen(stage: AnyStage, depth: int, *, interpolation: str = "nearest") -> An
                    ``"linear"``: parameters, and buffers of floating point (running statistics),
                    linear in s between two neighbours; beyond the outer ones, as those are.
                    Everything else is the nearest block's, whether a parameter is frozen, too. The
-                   blocks must be of the same structure. Better if the weights are smooth in depth
+                   blocks must be of the same structure
 
-    With Euler both keep the mean of the weights over the depth when it is multiplied, and so the
+    Linear interpolation makes neighbours more alike the deeper the stage becomes, which is what
+    Heun's scheme and ``reverse="predicted"`` profit from; copies keep the jumps between them. With
+    Euler, to k times the depth, both keep the mean of the weights over the depth, and so the
     function up to effects of second order in them. Blocks that shared modules or parameters get
     each its own. See the module ``training`` for what is kept, and for optimizers.
     """
