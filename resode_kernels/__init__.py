@@ -8,7 +8,7 @@ from importlib.metadata import version
 
 __version__ = version("resode_kernels")
 
-from . import functional
+from . import functional, models
 from .backends import BackendUnavailableError
 from .conv import ConvStage
 from .options import How
@@ -25,6 +25,7 @@ __all__ = [
     "Stage",
     "deepen",
     "functional",
+    "models",
     "residual_branch",
     "untie",
 ]
