@@ -73,7 +73,8 @@ def untie(stage: AnyStage) -> AnyStage:
 
     It computes the same function, bit by bit, in train and in eval mode; the gradients of its
     blocks add up to the tied one's. Running statistics are copied, and from then on each block
-    has its own: those of a tied block were one average over all steps.
+    has its own: those of a tied block are one average, which moves at every step and so has more of
+    the last ones.
 
     Of an untied stage it is a copy, in which blocks that shared modules or parameters no longer do.
     See the module ``training`` for what is kept, and for optimizers.
