@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from . import checks, functional
+from . import checks, functional, reference
 from .interpolation import module_at, tensor_at
 from .options import How, choice, positive_int
 from .replay import State
@@ -30,6 +30,19 @@ class Stage(nn.Module):
         """The number of blocks that have parameters of their own."""
         return 1 if self.tied else self.how.blocks(self.depth)
 
+    @property
+    def runs_modules(self) -> bool:
+        """Whether its blocks run as modules, not in kernels."""
+        return False
+
+    def residual(self, n: int, x: Any, *args: Any, **kwargs: Any) -> Any:
+        """f_n(x): the residual function of block n, in plain PyTorch. Tied: of any n."""
+        raise NotImplementedError
+
+    def by_block(self, named: Mapping[str, Tensor]) -> list[list[Tensor]]:
+        """Tensors that are named and shaped as the parameters, or some of them, block by block."""
+        raise NotImplementedError
+
     def configure(self, **options: Any) -> Stage:
         """Changes options, say ``stage.configure(backward="stored")``; returns the stage."""
         how = How.from_options({**vars(self.how), **options})
@@ -41,9 +54,9 @@ class Stage(nn.Module):
         self.how = how
         return self
 
-    def _place_blocks(self, places: Sequence[Fraction]) -> None:
+    def place_blocks(self, places: Sequence[Fraction]) -> None:
         """The blocks become those at these places among the present ones, all of them copies."""
-        raise NotImplementedError(f"{type(self).__name__} does not say what its blocks are")
+        raise NotImplementedError
 
     def extra_repr(self) -> str:
         changed = [f"{k}={v!r}" for k, v in vars(self.how).items() if v != getattr(How, k)]
@@ -52,12 +65,19 @@ class Stage(nn.Module):
 
 
 class StackedStage(Stage):
-    """A stage with the parameters of all blocks in one tensor each, stacked over blocks."""
+    """A stage whose parameters are stacked over its blocks."""
 
     stacked: ClassVar[tuple[str, ...]]
     """Their names. Any of them may be None."""
 
-    def _place_blocks(self, places: Sequence[Fraction]) -> None:
+    def by_block(self, named: Mapping[str, Tensor]) -> list[list[Tensor]]:
+        return [[tensor[n] for tensor in named.values()] for n in range(self.num_blocks)]
+
+    def in_block(self, n: int, tensor: Tensor | None, x: Tensor) -> Any:
+        """Block n's part of a parameter, in x's dtype."""
+        return None if tensor is None else tensor[0 if self.tied else n].to(x.dtype)
+
+    def place_blocks(self, places: Sequence[Fraction]) -> None:
         for name in self.stacked:
             old = getattr(self, name)
             if old is None:
@@ -119,6 +139,10 @@ class MLPStage(StackedStage):
             x, self.w1, self.b1, self.w2, self.b2, self.activation, self.depth, self.how
         )
 
+    def residual(self, n: int, x: Any, *args: Any, **kwargs: Any) -> Any:
+        theta = [self.in_block(n, p, x) for p in (self.w1, self.b1, self.w2, self.b2)]
+        return reference.MLP(self.activation, *theta).f(x, n)
+
     def extra_repr(self) -> str:
         bias = [] if self.b1 is not None else ["bias=False"]
         return ", ".join(
@@ -164,6 +188,9 @@ class LinearStage(StackedStage):
     def forward(self, x: Tensor) -> Tensor:
         return functional.run_linear(x, self.weight, self.depth, self.how)
 
+    def residual(self, n: int, x: Any, *args: Any, **kwargs: Any) -> Any:
+        return reference.Linear(self.in_block(n, self.weight, x)).f(x, n)
+
     def extra_repr(self) -> str:
         return f"dim={self.dim}, {super().extra_repr()}"
 
@@ -199,7 +226,20 @@ class ResidualStage(Stage):
     def forward(self, x: State, *args: Any, **kwargs: Any) -> State:
         return functional.run_residual(list(self.blocks), x, args, kwargs, self.depth, self.how)
 
-    def _place_blocks(self, places: Sequence[Fraction]) -> None:
+    @property
+    def runs_modules(self) -> bool:
+        return True
+
+    def residual(self, n: int, x: Any, *args: Any, **kwargs: Any) -> Any:
+        return self.blocks[0 if self.tied else n](x, *args, **kwargs)
+
+    def by_block(self, named: Mapping[str, Tensor]) -> list[list[Tensor]]:
+        blocks: list[list[Tensor]] = [[] for _ in self.blocks]
+        for name, tensor in named.items():
+            blocks[int(name.split(".")[1])].append(tensor)
+        return blocks
+
+    def place_blocks(self, places: Sequence[Fraction]) -> None:
         blocks = [module_at(self.blocks, place) for place in places]
         del self.blocks[:]
         self.blocks.extend(blocks)

@@ -106,5 +106,5 @@ def _rebuilt(
 ) -> AnyStage:
     result = copy.deepcopy(stage)
     result.depth, result.tied, result.how = depth, tied, how
-    result._place_blocks(places)
+    result.place_blocks(places)
     return result
