@@ -213,11 +213,13 @@ def draw(runs: Runs) -> Any:
     for step, style in zip(STEPS, ("-", ":"), strict=True):
         for way in ("paper", "tuned"):
             seen = runs[step, way][0].gradient_errors
+            exact = ", exact" if not any(o.error for o in seen) else ""
             axes[2].plot([o.call for o in seen], [max(o.error, 1e-8) for o in seen], style,
-                         marker="o", color=COLOURS[way], label=f"{way}, {step}")  # fmt: skip
+                         marker="o", color=COLOURS[way],
+                         label=f"{way}, {step} rule{exact}")  # fmt: skip
     axes[2].axhline(BOUND, color="#d55e00", linestyle="--", label="bound given to tune")
     axes[2].set(title="Relative error of the gradients", xlabel="iteration", yscale="log")
-    axes[2].legend(frameon=False, fontsize=9)
+    axes[2].legend(frameon=False, loc="upper center", bbox_to_anchor=(0.5, -0.15), ncols=2)
     return figure
 
 

@@ -15,6 +15,7 @@ import torch
 
 from ..options import DEFAULT_ORDER, How, Method
 from ..replay import State, in_stream, parts
+from ..stages import StackedStage
 from .gradients import GradientError, compare
 from .probe import Gradients, Loss, Probe, saved_bytes
 
@@ -159,14 +160,16 @@ def _wait(probe: Probe) -> None:
 def memory(probe: Probe, setting: Setting) -> int:
     """See ``Measurement.memory``. Beside what is held, the way back has the cotangent and
     reconstructing rules the state, p, their history and one evaluation's activations; exact ones
-    have a segment of states, or of activations if the blocks are modules."""
+    have a segment of states, or of activations if the blocks are modules. Stacked blocks work on
+    tiles of rows, and their activations do not count."""
     stage, options = probe.stage, setting._asdict()
     held = probe.held_bytes(**options)
     state: int = sum(t.nbytes for t in parts(in_stream(probe.x)))
     method: Method = replace(stage.how, **options).method(stage.depth)
     if setting.backward == "stored" and stage.runs_modules:
         return held + state  # autograd keeps everything
-    activations = block_bytes(probe) * (2 if method.scheme == "heun" else 1)
+    evaluations = 2 if method.scheme == "heun" else 1
+    activations = 0 if isinstance(stage, StackedStage) else evaluations * block_bytes(probe)
     if method.rule == "exact":
         segment = (activations if stage.runs_modules else state) * method.keep_every
         return held + state + max(segment, activations)
