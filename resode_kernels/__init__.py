@@ -11,6 +11,7 @@ __version__ = version("resode_kernels")
 from . import functional
 from .backends import BackendUnavailableError
 from .conv import ConvStage
+from .nonfinite import NonFiniteReconstructionError, NonFiniteReconstructionWarning
 from .options import How
 from .stages import LinearStage, MLPStage, ResidualStage, Stage, residual_branch
 
@@ -20,6 +21,8 @@ __all__ = [
     "How",
     "LinearStage",
     "MLPStage",
+    "NonFiniteReconstructionError",
+    "NonFiniteReconstructionWarning",
     "ResidualStage",
     "Stage",
     "functional",

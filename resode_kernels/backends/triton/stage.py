@@ -71,8 +71,21 @@ def point(x, history, known, theta, n, h, S: tl.constexpr):
 
 
 @triton.jit
-def reverse_step(x, g, history, known, theta, sums, n, slots, tiles, steps, h, S: tl.constexpr):
-    p = point(x, history, known, theta, n, h, S)
+def note_nonfinite(p, n, nonfinite):
+    """Raises ``nonfinite`` to n unless all of p is finite."""
+    if nonfinite is not None:
+        found = tl.max((~(tl.abs(p) < float("inf"))).to(tl.int32))
+        tl.atomic_max(nonfinite, n, mask=found > 0, sem="relaxed")
+
+
+@triton.jit
+def reverse_step(
+    x, g, history, known, theta, sums, nonfinite, inside, n, slots, tiles, steps, h,
+    S: tl.constexpr,
+):  # fmt: skip
+    # Rows that only fill the tile stay at zero: from there the steps back might explode.
+    p = tl.where(inside, point(x, history, known, theta, n, h, S), 0.0)
+    note_nonfinite(p, n, nonfinite)
     value, first, g = step_vjp(p, g, theta, sums, n, slots, tiles, steps, h, S)
     if S.moves:
         x -= h * value
@@ -87,7 +100,7 @@ def reverse_step(x, g, history, known, theta, sums, n, slots, tiles, steps, h, S
 
 @triton.jit(do_not_specialize=["rows", "begin", "end", "first_block", "states_begin"])
 def reverse_kernel(
-    start, end_state, cotangent, end_cotangent, history, states, theta, sums,
+    start, end_state, cotangent, end_cotangent, history, states, theta, sums, nonfinite,
     rows, begin, end, first_block, states_begin, h, S: tl.constexpr,
 ):  # fmt: skip
     """From x̃[end] = start to x̃[begin] = end_state, and likewise for the cotangent.
@@ -96,6 +109,7 @@ def reverse_kernel(
     history    [keep, rows, dim], newest first: read and written
     states     exact: [·, rows, dim], the states x[states_begin + 1], …; x[states_begin] is start
     sums       per parameter [slots, …]; slot (block − first_block) · programs + program
+    nonfinite  an int32, raised to the n of every point that is not finite; None: nobody looks
     """
     rows = int64(rows)
     group = tl.program_id(0)
@@ -125,13 +139,15 @@ def reverse_kernel(
                 known = first_known(x, theta, end - 1, S)
             if S.have < S.keep:  # the history grows: a launch for this step alone
                 x, g, past, known = reverse_step(
-                    x, g, past, known, theta, sums, end - 1, slots, tiles, 0, h, S
-                )
+                    x, g, past, known, theta, sums, nonfinite, inside,
+                    end - 1, slots, tiles, 0, h, S,
+                )  # fmt: skip
             else:
                 for i in tl.range(0, end - begin, disable_licm=True):
                     x, g, past, known = reverse_step(
-                        x, g, past, known, theta, sums, end - 1 - i, slots, tiles, i, h, S
-                    )
+                        x, g, past, known, theta, sums, nonfinite, inside,
+                        end - 1 - i, slots, tiles, i, h, S,
+                    )  # fmt: skip
             for i in tl.static_range(S.keep):
                 tl.store(history + i * rows * S.dim + here + at, past[i], mask=inside)
             tl.store(end_state + here + at, x, mask=inside)
