@@ -78,6 +78,11 @@ class History:
         return self.errors[-1]
 
     @property
+    def last_loss(self) -> float:
+        """The mean over the last twenty steps."""
+        return sum(self.losses[-20:]) / len(self.losses[-20:])
+
+    @property
     def accuracy(self) -> float:
         return 1 - self.error
 
@@ -90,10 +95,11 @@ def train(
     seed: int = 0,
     device: str = "cpu",
     every_epoch: bool = False,
-    description: str = "training",
+    description: str | None = None,
 ) -> History:
     """Trains the parameters of ``model`` that require gradients, and tests it. ``seed`` decides the
-    order of the images and their augmentation; weights are the model's."""
+    order of the images and their augmentation; weights are the model's. A progress bar is shown if
+    there is a ``description`` for it."""
     model.to(device)
     optimizer = SGD(
         [parameter for parameter in model.parameters() if parameter.requires_grad],
@@ -104,7 +110,7 @@ def train(
     generator = Generator().manual_seed(seed)
     history = History()
     steps = recipe.epochs * max(1, len(data.train) // recipe.batch)
-    with tqdm(total=steps, desc=description, leave=False, dynamic_ncols=True) as bar:
+    with tqdm(total=steps, desc=description, leave=False, disable=description is None) as bar:
         for epoch in range(recipe.epochs):
             model.train()
             for x, labels in data.train.batches(recipe.batch, generator):

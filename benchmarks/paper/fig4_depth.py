@@ -1,0 +1,228 @@
+"""Figure 4: test error against depth of the simple ResNet, trained by backprop and by the adjoint
+method, with Euler's and Heun's scheme.
+
+    python benchmarks/paper/fig4_depth.py
+    python benchmarks/paper/fig4_depth.py --data cifar-10-batches-py --device cuda
+
+The paper: backprop gives the same curves for both schemes; approximate gradients lead to a large
+error at small depth and to the same at large depth; Heun's approximate gradients are better than
+Euler's, or similar.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from architectures import simple
+from data import load
+from experiment import COLOURS, Options, Result, Verdict, depth_axis, main, panels
+from jobs import side_by_side
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, NullFormatter
+from trainer import SIMPLE, History, Recipe, train
+
+DEPTHS = (2, 4, 8, 16, 32, 64)
+QUICK_DEPTHS = (2, 8, 32)
+SEEDS = 3
+DIGITS_RATE = 1.0
+"""Instead of 0.1: gradients of a block are proportional to h, and so is what a change of it does, so
+that N blocks move the output by N h² = 1/N. The paper's 17,600 steps make up for that; a few hundred
+at its rate would leave deep networks untrained."""
+SLOW = [
+    "The quick version ends before the deep networks have learned what they can: whether deeper is "
+    "better, only the full one shows."
+]
+METHODS = {
+    "backprop": {"backward": "stored"},
+    "adjoint": {"backward": "adjoint", "reverse": "paper"},
+}
+
+
+@dataclass(frozen=True)
+class Job:
+    depth: int
+    scheme: str
+    method: str
+    seed: int
+    recipe: Recipe
+    data: Path | None
+    device: str
+
+
+def train_one(job: Job) -> History:
+    torch.manual_seed(job.seed)
+    data = load(job.data)
+    model = simple(data, job.depth, scheme=job.scheme, **METHODS[job.method])
+    return train(model, data, job.recipe, seed=job.seed, device=job.device)
+
+
+def recipe(options: Options) -> Recipe:
+    result = SIMPLE[load(options.data).name]
+    if options.data is None:
+        result = replace(result, rate=DIGITS_RATE, epochs=6 if options.quick else result.epochs)
+    return result
+
+
+# ------------------------------------------------------------------------------------------ claims
+
+
+Curve = dict[int, list[float]]
+"""Test errors of all seeds, by depth."""
+
+
+def spread(curve: Curve, depth: int) -> float:
+    """The range of the seeds."""
+    return max(curve[depth]) - min(curve[depth])
+
+
+def gap(curve: Curve, other: Curve, depth: int) -> float:
+    """Between the medians; positive if ``curve`` has the larger error."""
+    return median(curve[depth]) - median(other[depth])
+
+
+def larger(curve: Curve, other: Curve, depth: int) -> bool:
+    """By more than seeds make ``other`` differ."""
+    return gap(curve, other, depth) > spread(other, depth)
+
+
+def similar(curve: Curve, other: Curve, depth: int) -> bool:
+    """As seeds make either differ."""
+    return abs(gap(curve, other, depth)) <= max(spread(curve, depth), spread(other, depth))
+
+
+def numbers(curve: Curve, other: Curve, depths: Sequence[int]) -> str:
+    def one(curve: Curve, depth: int) -> str:
+        errors = curve[depth]
+        return f"{median(errors):.1%} [{min(errors):.1%}, {max(errors):.1%}]"
+
+    return "; ".join(f"N = {d}: {one(curve, d)} against {one(other, d)}" for d in depths)
+
+
+def verdicts(curves: dict[tuple[str, str], Curve], depths: Sequence[int]) -> list[Verdict]:
+    resnet, heunnet = curves["euler", "backprop"], curves["heun", "backprop"]
+    adjoint_resnet, adjoint_heunnet = curves["euler", "adjoint"], curves["heun", "adjoint"]
+    first, last = depths[0], depths[-1]
+    large = [depth for depth in depths if depth >= 32] or [last]
+    return [
+        Verdict(
+            "backprop gives the same curves for ResNet and HeunNet",
+            all(similar(resnet, heunnet, depth) for depth in depths),
+            numbers(resnet, heunnet, depths),
+        ),
+        Verdict(
+            "at small depth approximate gradients lead to a larger error (ResNet)",
+            larger(adjoint_resnet, resnet, first),
+            numbers(adjoint_resnet, resnet, [first]),
+        ),
+        Verdict(
+            "at large depth the adjoint method performs as backprop (ResNet)",
+            all(similar(adjoint_resnet, resnet, depth) for depth in large),
+            numbers(adjoint_resnet, resnet, large),
+        ),
+        Verdict(
+            "at large depth the adjoint method performs as backprop (HeunNet)",
+            all(similar(adjoint_heunnet, heunnet, depth) for depth in large),
+            numbers(adjoint_heunnet, heunnet, large),
+        ),
+        Verdict(
+            "with the adjoint method a HeunNet is better than a ResNet, or similar",
+            not any(larger(adjoint_heunnet, adjoint_resnet, depth) for depth in depths),
+            numbers(adjoint_heunnet, adjoint_resnet, depths),
+        ),
+        Verdict(
+            "the deeper the network, the better (ResNet, backprop)",
+            median(resnet[last]) < median(resnet[first]),
+            ", ".join(f"{median(resnet[depth]):.1%} at {depth}" for depth in depths),
+        ),
+    ]
+
+
+# -------------------------------------------------------------------------------------- experiment
+
+
+def run(options: Options) -> Result:
+    depths = QUICK_DEPTHS if options.quick else DEPTHS
+    how = recipe(options)
+    data = load(options.data)
+    jobs = [
+        Job(depth, scheme, method, seed, how, options.data, options.device)
+        for depth in reversed(depths)
+        for scheme in ("heun", "euler")
+        for method in METHODS
+        for seed in range(options.seeds or SEEDS)
+    ]
+    histories = side_by_side(train_one, jobs, "figure 4", options.device)
+    curves: dict[tuple[str, str], Curve] = {}
+    rows: list[dict[str, Any]] = []
+    for job, history in zip(jobs, histories, strict=True):
+        curve = curves.setdefault((job.scheme, job.method), {})
+        curve.setdefault(job.depth, []).append(history.error)
+        rows.append(
+            {
+                "depth": job.depth,
+                "scheme": job.scheme,
+                "method": job.method,
+                "seed": job.seed,
+                "test_error": round(history.error, 5),
+                "last_loss": f"{history.last_loss:.4g}",
+                "failed": history.failed or "",
+            }
+        )
+    rows.sort(key=lambda row: (row["depth"], row["scheme"], row["method"], row["seed"]))
+    failed = sum(history.failed is not None for history in histories)
+    return Result(
+        "Figure 4: test error against depth",
+        rows,
+        draw(curves, depths, data.name),
+        verdicts(curves, depths),
+        [
+            f"{data.name}, {how.epochs} epochs of batches of {how.batch}, {how.schedule} schedule "
+            f"from {how.rate:g}, rule `paper`, {options.seeds or SEEDS} seeds, medians. "
+            f"{failed} of {len(jobs)} trainings failed (not finite; counted as guessing).",
+            *SLOW * options.quick,
+        ],
+    )
+
+
+def draw(curves: dict[tuple[str, str], Curve], depths: Sequence[int], name: str) -> Figure:
+    figure, (axes,) = panels(1, f"Test error against depth, simple ResNet on {name}", 6.4)
+    for (scheme, label), (method, line) in (
+        (s, m)
+        for s in (("euler", "ResNet (Euler)"), ("heun", "HeunNet"))
+        for m in (("backprop", "--"), ("adjoint", "-"))
+    ):
+        values = [[100 * error for error in curves[scheme, method][depth]] for depth in depths]
+        axes.plot(
+            depths,
+            [median(v) for v in values],
+            line,
+            color=COLOURS[scheme],
+            marker="o" if method == "adjoint" else "s",
+            markersize=4,
+            label=f"{label}, {method}",
+        )
+        axes.fill_between(
+            depths,
+            [min(v) for v in values],
+            [max(v) for v in values],
+            color=COLOURS[scheme],
+            alpha=0.12 if method == "adjoint" else 0.06,
+            linewidth=0,
+        )
+    depth_axis(axes, depths)
+    axes.set_yscale("log")
+    axes.set_ylabel("test error in %, median and range of seeds")
+    axes.set_yticks([1, 2, 5, 10, 20, 50, 90])
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axes.yaxis.set_minor_formatter(NullFormatter())
+    axes.legend(frameon=False)
+    return figure
+
+
+if __name__ == "__main__":
+    main(run, __doc__)
