@@ -29,10 +29,6 @@ from trainer import SIMPLE, History, Recipe, train
 DEPTHS = (2, 4, 8, 16, 32, 64)
 QUICK_DEPTHS = (2, 8, 32)
 SEEDS = 3
-DIGITS_RATE = 1.0
-"""Instead of 0.1: gradients of a block are proportional to h, and so is what a change of it does, so
-that N blocks move the output by N h² = 1/N. The paper's 17,600 steps make up for that; a few hundred
-at its rate would leave deep networks untrained."""
 SLOW = [
     "The quick version ends before the deep networks have learned what they can: whether deeper is "
     "better, only the full one shows."
@@ -59,13 +55,6 @@ def train_one(job: Job) -> History:
     data = load(job.data)
     model = simple(data, job.depth, scheme=job.scheme, **METHODS[job.method])
     return train(model, data, job.recipe, seed=job.seed, device=job.device)
-
-
-def recipe(options: Options) -> Recipe:
-    result = SIMPLE[load(options.data).name]
-    if options.data is None:
-        result = replace(result, rate=DIGITS_RATE, epochs=6 if options.quick else result.epochs)
-    return result
 
 
 # ------------------------------------------------------------------------------------------ claims
@@ -147,10 +136,12 @@ def verdicts(curves: dict[tuple[str, str], Curve], depths: Sequence[int]) -> lis
 
 def run(options: Options) -> Result:
     depths = QUICK_DEPTHS if options.quick else DEPTHS
-    how = recipe(options)
     data = load(options.data)
+    recipe = SIMPLE[data.name]
+    if options.quick:
+        recipe = replace(recipe, epochs=6)
     jobs = [
-        Job(depth, scheme, method, seed, how, options.data, options.device)
+        Job(depth, scheme, method, seed, recipe, options.data, options.device)
         for depth in reversed(depths)
         for scheme in ("heun", "euler")
         for method in METHODS
@@ -169,7 +160,7 @@ def run(options: Options) -> Result:
                 "method": job.method,
                 "seed": job.seed,
                 "test_error": round(history.error, 5),
-                "last_loss": f"{history.last_loss:.4g}",
+                "last_loss": f"{history.last_loss:.6g}",
                 "failed": history.failed or "",
             }
         )
@@ -181,8 +172,8 @@ def run(options: Options) -> Result:
         draw(curves, depths, data.name),
         verdicts(curves, depths),
         [
-            f"{data.name}, {how.epochs} epochs of batches of {how.batch}, {how.schedule} schedule "
-            f"from {how.rate:g}, rule `paper`, {options.seeds or SEEDS} seeds, medians. "
+            f"{data.name}, {recipe.epochs} epochs of batches of {recipe.batch}, learning rate "
+            f"{recipe.rate:g} ({recipe.schedule}), {options.seeds or SEEDS} seeds, rule `paper`. "
             f"{failed} of {len(jobs)} trainings failed (not finite; counted as guessing).",
             *SLOW * options.quick,
         ],
