@@ -11,18 +11,34 @@ __version__ = version("resode_kernels")
 from . import functional, models
 from .backends import BackendUnavailableError
 from .conv import ConvStage
+from .diagnostics import (
+    GradientErrorWarning,
+    Report,
+    Setting,
+    diagnose,
+    input_of,
+    monitor,
+    tune,
+)
 from .options import How
 from .stages import LinearStage, MLPStage, ResidualStage, Stage, residual_branch
 
 __all__ = [
     "BackendUnavailableError",
     "ConvStage",
+    "GradientErrorWarning",
     "How",
     "LinearStage",
     "MLPStage",
+    "Report",
     "ResidualStage",
+    "Setting",
     "Stage",
+    "diagnose",
     "functional",
+    "input_of",
     "models",
+    "monitor",
     "residual_branch",
+    "tune",
 ]

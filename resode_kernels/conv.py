@@ -148,6 +148,10 @@ class ConvStage(ResidualStage):
         self._move_statistics(statistics)
         return y
 
+    @property
+    def runs_modules(self) -> bool:
+        return self._unknown_to_kernels() is not None
+
     def _layers(self) -> list[list[tuple[nn.Conv2d, nn.BatchNorm2d]]]:
         """Of every block."""
         return [block.layers for block in self.blocks]  # type: ignore[misc]

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from . import checks, functional
+from . import checks, functional, reference
 from .options import How, choice, positive_int
 from .replay import State
 
@@ -27,6 +28,19 @@ class Stage(nn.Module):
         """The number of blocks that have parameters of their own."""
         return 1 if self.tied else self.how.blocks(self.depth)
 
+    @property
+    def runs_modules(self) -> bool:
+        """Whether its blocks run as modules, not in kernels."""
+        return False
+
+    def residual(self, n: int, x: Any, *args: Any, **kwargs: Any) -> Any:
+        """f_n(x): the residual function of block n, in plain PyTorch. Tied: of any n."""
+        raise NotImplementedError
+
+    def by_block(self, named: Mapping[str, Tensor]) -> list[list[Tensor]]:
+        """Tensors that are named and shaped as the parameters, or some of them, block by block."""
+        raise NotImplementedError
+
     def configure(self, **options: Any) -> Stage:
         """Changes options, say ``stage.configure(backward="stored")``; returns the stage."""
         how = How.from_options({**vars(self.how), **options})
@@ -44,7 +58,18 @@ class Stage(nn.Module):
         return ", ".join([f"depth={self.depth}", *tied, *changed])
 
 
-class MLPStage(Stage):
+class StackedStage(Stage):
+    """A stage whose parameters are stacked over its blocks."""
+
+    def by_block(self, named: Mapping[str, Tensor]) -> list[list[Tensor]]:
+        return [[tensor[n] for tensor in named.values()] for n in range(self.num_blocks)]
+
+    def in_block(self, n: int, tensor: Tensor | None, x: Tensor) -> Any:
+        """Block n's part of a parameter, in x's dtype."""
+        return None if tensor is None else tensor[0 if self.tied else n].to(x.dtype)
+
+
+class MLPStage(StackedStage):
     """``depth`` residual steps with f(x) = W2 σ(W1 x + b1) + b2.
 
     Parameters are stacked over blocks, each in ``nn.Linear``'s layout: w1 [blocks, hidden, dim],
@@ -90,6 +115,10 @@ class MLPStage(Stage):
             x, self.w1, self.b1, self.w2, self.b2, self.activation, self.depth, self.how
         )
 
+    def residual(self, n: int, x: Any, *args: Any, **kwargs: Any) -> Any:
+        theta = [self.in_block(n, p, x) for p in (self.w1, self.b1, self.w2, self.b2)]
+        return reference.MLP(self.activation, *theta).f(x, n)
+
     def extra_repr(self) -> str:
         bias = [] if self.b1 is not None else ["bias=False"]
         return ", ".join(
@@ -103,7 +132,7 @@ class MLPStage(Stage):
         )
 
 
-class LinearStage(Stage):
+class LinearStage(StackedStage):
     """``depth`` residual steps with f(x) = θ x; weight [blocks, dim, dim].
 
     There are as many blocks as in an ``MLPStage``. ``how``: see ``options.How``.
@@ -132,6 +161,9 @@ class LinearStage(Stage):
 
     def forward(self, x: Tensor) -> Tensor:
         return functional.run_linear(x, self.weight, self.depth, self.how)
+
+    def residual(self, n: int, x: Any, *args: Any, **kwargs: Any) -> Any:
+        return reference.Linear(self.in_block(n, self.weight, x)).f(x, n)
 
     def extra_repr(self) -> str:
         return f"dim={self.dim}, {super().extra_repr()}"
@@ -167,6 +199,19 @@ class ResidualStage(Stage):
 
     def forward(self, x: State, *args: Any, **kwargs: Any) -> State:
         return functional.run_residual(list(self.blocks), x, args, kwargs, self.depth, self.how)
+
+    @property
+    def runs_modules(self) -> bool:
+        return True
+
+    def residual(self, n: int, x: Any, *args: Any, **kwargs: Any) -> Any:
+        return self.blocks[0 if self.tied else n](x, *args, **kwargs)
+
+    def by_block(self, named: Mapping[str, Tensor]) -> list[list[Tensor]]:
+        blocks: list[list[Tensor]] = [[] for _ in self.blocks]
+        for name, tensor in named.items():
+            blocks[int(name.split(".")[1])].append(tensor)
+        return blocks
 
 
 def residual_branch(block: nn.Module) -> ResidualBranch:
