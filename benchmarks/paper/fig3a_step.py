@@ -125,8 +125,8 @@ def run(options: Options) -> Result:
                 "weights": "tied" if job.tied else "untied",
                 "step": job.step,
                 "seed": job.seed,
-                "accuracy": round(history.accuracy, 5),
-                "last_loss": f"{history.last_loss:.6g}",
+                "accuracy": history.accuracy,
+                "last_loss": history.last_loss,
                 "failed": history.failed or "",
             }
         )

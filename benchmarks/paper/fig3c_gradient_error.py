@@ -65,8 +65,8 @@ def measure_one(job: Job) -> list[dict[str, Any]]:
                 "rule": rule,
                 "parameter": name,
                 "relative_error": float((approximate[name] - true).norm() / true.norm()),
-                "test_error": round(history.error, 5),
-                "change_of_state": round(change, 3),
+                "test_error": history.error,
+                "change_of_state": change,
             }
             for name, true in exact.items()
         ]
@@ -152,7 +152,7 @@ def run(options: Options) -> Result:
             "Errors can be compared if the stages do as much work at all depths. They change the "
             "state by, relative to its norm: "
             + ", ".join(
-                f"{change} ({scheme}, N = {depth})"
+                f"{change:.2f} ({scheme}, N = {depth})"
                 for depth, scheme, change in sorted(
                     {(row["depth"], row["scheme"], row["change_of_state"]) for row in rows}
                 )
@@ -189,7 +189,7 @@ def draw(errors: Errors, depths: Sequence[int], name: str) -> Figure:
         one.set_xticks(range(len(depths)), [str(depth) for depth in depths])
         one.set_xlabel("depth N")
         one.set_yscale("log")
-        one.set_title(f"rule: {rule}" + (" (as in the paper)" if rule == "paper" else ""))
+        one.set_title("the paper's rule" if rule == "paper" else f"rule: {rule}")
         one.legend(frameon=False, loc="upper right")
     axes[0].set_ylabel("relative error of the gradient")
     low, high = (pick(one.get_ylim()[i] for one in axes) for i, pick in ((0, min), (1, max)))
