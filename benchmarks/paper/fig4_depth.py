@@ -170,8 +170,8 @@ def run(options: Options) -> Result:
     ]
     if options.quick:
         notes.append(
-            "The quick version ends before deep networks have learned what they can: only the full "
-            "one shows whether deeper is better."
+            "The quick version ends before the networks have learned what they can. Only the full "
+            "one shows what bad gradients cost at small depth, and whether deeper is better."
         )
     return Result(
         "Figure 4: test error against depth",
@@ -212,7 +212,7 @@ def draw(curves: dict[tuple[str, str], Curve], depths: Sequence[int], name: str)
     axes.set_ylim(limits)
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     axes.yaxis.set_minor_formatter(NullFormatter())
-    axes.legend(frameon=False)
+    figure.legend(frameon=False, loc="outside lower center", ncols=2)
     return figure
 
 
