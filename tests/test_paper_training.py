@@ -198,14 +198,30 @@ def test_figure_3c_measures_every_parameter_of_trained_networks(
 ) -> None:
     monkeypatch.setattr(fig3c_gradient_error, "QUICK_DEPTHS", (2, 4))
     monkeypatch.setattr(fig3c_gradient_error, "CHANNELS", 4)
+    monkeypatch.setattr(fig3c_gradient_error, "BASE", 4)
     result = fig3c_gradient_error.run(Options(quick=True))
     check(result, "fig3c_gradient_error", tmp_path)
     blocks = (2 + 4) + (3 + 5)  # Euler's, Heun's
-    assert len(result.rows) == blocks * 6 * len(fig3c_gradient_error.RULES)
+    assert len(result.rows) == blocks * 6 * len(fig3c_gradient_error.KINDS)
     errors = [row["relative_error"] for row in result.rows]
     # The cotangent that reaches the last block is exact, and so is the gradient of its last bias.
     assert 0 <= min(errors) < 1e-5 < median(errors) < max(errors) < 2
     assert all(row["change_of_state"] > 0 for row in result.rows)
+
+    def of_base(kind: str) -> list[float]:
+        rows = (row for row in result.rows if row["kind"] == kind and row["depth"] == 4)
+        return [row["relative_error"] for row in rows]
+
+    assert of_base("transferred") == of_base("paper")  # to its own depth
+
+
+def test_a_network_transferred_to_a_multiple_of_its_depth_repeats_its_blocks() -> None:
+    model, other = tiny_model(2), rk.models.SimpleResNet(4, in_channels=1, stride=2, padding=2)
+    fig3c_gradient_error.transfer(model, other)
+    for i, block in enumerate(other.stage.blocks):
+        assert torch.equal(block.conv1.weight, model.stage.blocks[i // 2].conv1.weight)
+    x = torch.randn(3, 1, 8, 8)
+    torch.testing.assert_close(other(x), model(x))  # f = 0 at first
 
 
 def test_the_errors_of_figure_3c_are_those_of_the_gradients() -> None:
@@ -228,15 +244,15 @@ def test_the_verdicts_of_figure_3c_follow_the_numbers() -> None:
 
     def verdicts(euler: list[float], heun: list[float]) -> list[bool]:
         errors = {
-            (scheme, rule): {d: [v / 2, v, 3 * v] for d, v in zip(depths, values, strict=True)}
+            (scheme, kind): {d: [v / 2, v, 3 * v] for d, v in zip(depths, values, strict=True)}
             for scheme, values in (("euler", euler), ("heun", heun))
-            for rule in fig3c_gradient_error.RULES
+            for kind in fig3c_gradient_error.KINDS
         }
         return [verdict.holds for verdict in fig3c_gradient_error.verdicts(errors, depths)]
 
-    assert verdicts([0.4, 0.2, 0.1], [0.3, 0.1, 0.05]) == [True, True, True]
-    assert verdicts([0.4, 0.5, 0.1], [0.3, 0.1, 0.05]) == [False, True, True]
-    assert verdicts([0.4, 0.2, 0.1], [0.3, 0.1, 0.15]) == [True, False, False]
+    assert verdicts([0.4, 0.2, 0.1], [0.3, 0.1, 0.05]) == 2 * [True, True, True]
+    assert verdicts([0.4, 0.5, 0.1], [0.3, 0.1, 0.05]) == 2 * [False, True, True]
+    assert verdicts([0.4, 0.2, 0.1], [0.3, 0.1, 0.15]) == 2 * [True, False, False]
 
 
 def test_figure_3a_trains_tied_and_untied_networks_with_both_steps(
