@@ -7,8 +7,8 @@ The paper: the deeper the network, the better the approximation; and a HeunNet a
 gradient better than a ResNet. Both with the rule `paper`; `refined` is shown beside it.
 
 Networks trained at each depth do not all do as much work with their blocks, and less work means a
-smaller error. So one of them is also transferred to every depth, as in the authors' code: each block
-is the trained one nearest in depth.
+smaller error. So one of them is also transferred to every depth, as in the authors' code: every
+block is the trained one nearest in depth.
 """
 
 from __future__ import annotations
