@@ -170,9 +170,8 @@ def run(options: Options) -> Result:
     ]
     if options.data is None:
         notes.append(
-            "Deep networks learn more slowly, since the step 1/N enters both a block's gradient and "
-            "its effect. In a few hundred steps on digits the deepest do not come to be the best, as "
-            "in the paper's 17,600."
+            "Deep networks learn more slowly, since 1/N is a factor of a block's gradient and of "
+            "its effect. The paper gives them 17,600 steps to become the best, this a few hundred."
         )
     if options.quick:
         notes.append(
