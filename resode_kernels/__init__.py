@@ -22,6 +22,7 @@ from .diagnostics import (
 )
 from .options import How
 from .stages import LinearStage, MLPStage, ResidualStage, Stage, residual_branch
+from .training import deepen, untie
 
 __all__ = [
     "BackendUnavailableError",
@@ -34,6 +35,7 @@ __all__ = [
     "ResidualStage",
     "Setting",
     "Stage",
+    "deepen",
     "diagnose",
     "functional",
     "input_of",
@@ -41,4 +43,5 @@ __all__ = [
     "monitor",
     "residual_branch",
     "tune",
+    "untie",
 ]

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from fractions import Fraction
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from . import checks, functional, reference
+from .interpolation import module_at, tensor_at
 from .options import How, choice, positive_int
 from .replay import State
 
@@ -52,6 +54,10 @@ class Stage(nn.Module):
         self.how = how
         return self
 
+    def place_blocks(self, places: Sequence[Fraction]) -> None:
+        """The blocks become those at these places among the present ones, all of them copies."""
+        raise NotImplementedError
+
     def extra_repr(self) -> str:
         changed = [f"{k}={v!r}" for k, v in vars(self.how).items() if v != getattr(How, k)]
         tied = ["tied=True"] if self.tied else []
@@ -61,12 +67,28 @@ class Stage(nn.Module):
 class StackedStage(Stage):
     """A stage whose parameters are stacked over its blocks."""
 
+    stacked: ClassVar[tuple[str, ...]]
+    """Their names. Any of them may be None."""
+
     def by_block(self, named: Mapping[str, Tensor]) -> list[list[Tensor]]:
         return [[tensor[n] for tensor in named.values()] for n in range(self.num_blocks)]
 
     def in_block(self, n: int, tensor: Tensor | None, x: Tensor) -> Any:
         """Block n's part of a parameter, in x's dtype."""
         return None if tensor is None else tensor[0 if self.tied else n].to(x.dtype)
+
+    def place_blocks(self, places: Sequence[Fraction]) -> None:
+        for name in self.stacked:
+            old = getattr(self, name)
+            if old is None:
+                continue
+            if name not in self._parameters:
+                raise ValueError(
+                    f"{name} is computed by a parametrization, which cannot be split into blocks; "
+                    "remove it (torch.nn.utils.parametrize.remove_parametrizations)"
+                )
+            new = torch.stack([tensor_at(old, place) for place in places])
+            setattr(self, name, nn.Parameter(new, requires_grad=old.requires_grad))
 
 
 class MLPStage(StackedStage):
@@ -76,6 +98,8 @@ class MLPStage(StackedStage):
     b1 [blocks, hidden], w2 [blocks, dim, hidden], b2 [blocks, dim]. There are ``depth`` blocks,
     one more with ``scheme="heun"``, and one in all if ``tied``. ``how``: see ``options.How``.
     """
+
+    stacked = ("w1", "b1", "w2", "b2")
 
     def __init__(
         self,
@@ -137,6 +161,8 @@ class LinearStage(StackedStage):
 
     There are as many blocks as in an ``MLPStage``. ``how``: see ``options.How``.
     """
+
+    stacked = ("weight",)
 
     def __init__(
         self,
@@ -212,6 +238,11 @@ class ResidualStage(Stage):
         for name, tensor in named.items():
             blocks[int(name.split(".")[1])].append(tensor)
         return blocks
+
+    def place_blocks(self, places: Sequence[Fraction]) -> None:
+        blocks = [module_at(self.blocks, place) for place in places]
+        del self.blocks[:]
+        self.blocks.extend(blocks)
 
 
 def residual_branch(block: nn.Module) -> ResidualBranch:
