@@ -216,12 +216,13 @@ def test_figure_3c_measures_every_parameter_of_trained_networks(
 
 
 def test_a_network_transferred_to_a_multiple_of_its_depth_repeats_its_blocks() -> None:
-    model, other = tiny_model(2), rk.models.SimpleResNet(4, in_channels=1, stride=2, padding=2)
-    fig3c_gradient_error.transfer(model, other)
+    model = tiny_model(2)
+    other = fig3c_gradient_error.transferred(model, 4)
     for i, block in enumerate(other.stage.blocks):
         assert torch.equal(block.conv1.weight, model.stage.blocks[i // 2].conv1.weight)
     x = torch.randn(3, 1, 8, 8)
     torch.testing.assert_close(other(x), model(x))  # f = 0 at first
+    assert model.stage.depth == 2
 
 
 def test_the_errors_of_figure_3c_are_those_of_the_gradients() -> None:

@@ -13,6 +13,7 @@ block is the trained one nearest in depth.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -30,6 +31,7 @@ from matplotlib.figure import Figure
 from torch import Tensor
 from trainer import SIMPLE, Recipe, train
 
+import resode_kernels as rk
 from resode_kernels.models import SimpleResNet
 
 DEPTHS = (4, 8, 16, 32, 64)
@@ -68,9 +70,8 @@ def measure_one(job: Job) -> list[dict[str, Any]]:
     batch = tuple(tensor.to(job.device) for tensor in next(data.train.batches(BATCH)))
     measured = [(job.depth, kind, row) for kind in RULES for row in errors_of(model, batch, kind)]
     for depth in job.others:
-        other = simple(data, depth, channels=CHANNELS, scheme=job.scheme).to(job.device)
-        transfer(model, other)
-        measured += [(depth, "transferred", row) for row in errors_of(other, batch, "paper")]
+        rows = errors_of(transferred(model, depth), batch, "paper")
+        measured += [(depth, "transferred", row) for row in rows]
     return [
         {
             "depth": depth,
@@ -84,13 +85,11 @@ def measure_one(job: Job) -> list[dict[str, Any]]:
     ]
 
 
-def transfer(model: SimpleResNet, other: SimpleResNet) -> None:
-    """Everything of ``model``, its blocks repeated or left out as the other depth needs."""
-    other.stem.load_state_dict(model.stem.state_dict())
-    other.linear.load_state_dict(model.linear.state_dict())
-    old, new = model.stage.blocks, other.stage.blocks
-    for i, block in enumerate(new):
-        block.load_state_dict(old[i * len(old) // len(new)].state_dict())
+def transferred(model: SimpleResNet, depth: int) -> SimpleResNet:
+    """The same network with its blocks repeated or left out as the other depth needs."""
+    other = copy.deepcopy(model)
+    other.stage = rk.deepen(model.stage, depth)
+    return other
 
 
 def errors_of(model: SimpleResNet, batch: tuple[Tensor, ...], rule: str) -> list[dict[str, Any]]:
