@@ -222,11 +222,10 @@ def draw(errors: Errors, depths: Sequence[int], name: str) -> Figure:
         one.set_xlabel("depth N")
         one.set_yscale("log")
         one.set_title(title.format(base=BASE), fontsize=10)
-        one.legend(frameon=False, loc="upper right")
+        one.set_ylim(1e-7, 1)  # what is below is rounding
     axes[0].set_ylabel("relative error of the gradient")
-    low, high = (pick(one.get_ylim()[i] for one in axes) for i, pick in ((0, min), (1, max)))
-    for one in axes:
-        one.set_ylim(low, 4 * high)
+    handles, labels = axes[0].get_legend_handles_labels()
+    figure.legend(handles, labels, frameon=False, loc="outside lower center", ncols=2)
     return figure
 
 
