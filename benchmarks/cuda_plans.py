@@ -90,4 +90,5 @@ def _reverse(block: str) -> Any:
         gradients=[SOMEWHERE] * count,
         strides=[0] * count,
         blocks=DEPTH,
+        nonfinite=SOMEWHERE,
     )

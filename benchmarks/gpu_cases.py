@@ -12,7 +12,7 @@ from unittest.mock import patch
 
 import torch
 
-from resode_kernels import ops
+from resode_kernels import nonfinite, ops
 from resode_kernels.backends.triton import tiles
 from resode_kernels.backends.triton.form import Tile
 from resode_kernels.options import How
@@ -167,4 +167,5 @@ def train_conv(dtype: str, order: torch.memory_format) -> None:
 def train_problem(problem: Problem, x: torch.Tensor) -> None:
     y, anchors, _ = ops.forward(x, problem, "triton")
     needs = [True, *(p is not None for p in problem.parameters)]
-    ops.reverse(y, anchors, torch.zeros_like(y), needs, problem, "triton")
+    with patch.object(nonfinite, "report"):  # no kernel runs: states are whatever memory holds
+        ops.reverse(y, anchors, torch.zeros_like(y), needs, problem, "triton")

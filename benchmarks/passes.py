@@ -7,7 +7,7 @@ convolutional stage has no plan: it runs by layers, PyTorch's convolutions and t
 them, in the same way on every GPU. Its rows are the positions of all images, channels-last; its
 batch norms are in training mode, and the update of their running statistics is left out. Standard
 backprop is the plain loop of ``networks.py`` with autograd, in the dtype of the weights, counted
-and extended in the same way. No anchors.
+and extended in the same way. No anchors, and nobody looks for points that are not finite.
 """
 
 from __future__ import annotations
@@ -166,7 +166,7 @@ def count_kernels(
         if reverse:
             parameters = problem.parameters
             gradients = [None if p is None else torch.empty_like(p) for p in parameters]
-            ends = (state, no_anchors, x.to(stream), [result, *gradients])
+            ends = (state, no_anchors, x.to(stream), [result, *gradients], None)
             if plan is None:
                 layerwise.reverse(problem, *ends)
             else:

@@ -92,7 +92,7 @@ PyStage make_stage(const std::string& block, const std::string& activation,
 PyReverse make_reverse(const std::string& rule, int order, uintptr_t start, uintptr_t anchors,
                        uintptr_t cotangent, uintptr_t grad_x,
                        const std::vector<uintptr_t>& gradients, const std::vector<int64_t>& strides,
-                       int64_t blocks) {
+                       int64_t blocks, uintptr_t nonfinite) {
   PyReverse r{};
   r.rule = parse<Rule>(rule, {"exact", "paper", "refined", "predicted"});
   r.order = order;
@@ -102,6 +102,7 @@ PyReverse make_reverse(const std::string& rule, int order, uintptr_t start, uint
   r.grad_x = reinterpret_cast<void*>(grad_x);
   r.table = make_table(gradients, strides, blocks);
   r.gradients = r.table.data();
+  r.nonfinite = reinterpret_cast<int32_t*>(nonfinite);
   return r;
 }
 
@@ -124,7 +125,7 @@ PyReverse make_reverse(const std::string& rule, int order, uintptr_t start, uint
   py::class_<PyReverse>(m, "Reverse", py::module_local())
       .def(py::init(&make_reverse), py::kw_only(), py::arg("rule"), py::arg("order"),
            py::arg("start"), py::arg("anchors"), py::arg("cotangent"), py::arg("grad_x"),
-           py::arg("gradients"), py::arg("strides"), py::arg("blocks"));
+           py::arg("gradients"), py::arg("strides"), py::arg("blocks"), py::arg("nonfinite"));
 }
 
 }  // namespace

@@ -72,6 +72,9 @@ struct Reverse {
   const void* cotangent;   // ∂L/∂x[N]
   void* grad_x;            // null: not needed
   void* const* gradients;  // a table like the parameters', in the storage dtype; null: not needed
+  // Raised to the largest n whose point p, where the VJP of step n is taken, is not finite; null:
+  // nobody looks.
+  int32_t* nonfinite;
 };
 
 // The entry points of one build for one instruction set. Called with workspace = null, forward and

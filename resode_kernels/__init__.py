@@ -20,6 +20,7 @@ from .diagnostics import (
     monitor,
     tune,
 )
+from .nonfinite import NonFiniteReconstructionError, NonFiniteReconstructionWarning
 from .options import How
 from .stages import LinearStage, MLPStage, ResidualStage, Stage, residual_branch
 from .training import deepen, untie
@@ -31,6 +32,8 @@ __all__ = [
     "How",
     "LinearStage",
     "MLPStage",
+    "NonFiniteReconstructionError",
+    "NonFiniteReconstructionWarning",
     "Report",
     "ResidualStage",
     "Setting",

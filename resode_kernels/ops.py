@@ -16,14 +16,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import backends
+from . import backends, nonfinite
 from .options import Method
 from .problem import Problem
 
 # A Problem, field by field, and the name of the backend that runs it.
 _PROBLEM = (
     "str block, str activation, Tensor?[] parameters, str scheme, int steps, float step, "
-    "str rule, int order, int keep_every, int layers, float epsilon, str backend"
+    "str rule, int order, int keep_every, str nonfinite, int layers, float epsilon, str backend"
 )
 
 library = torch.library.Library("resode_kernels", "DEF")
@@ -75,9 +75,12 @@ def _reverse(
     gradients = _new_gradients(start, anchors, cotangent, needs, *fields)
     wanted = [g if need else None for g, need in zip(gradients, needs, strict=True)]
     if start.numel():
-        backends.IMPLEMENTED[fields[-1]].reverse(
-            _problem(fields), start, anchors, cotangent, wanted
-        )
+        problem, backend = _problem(fields), backends.IMPLEMENTED[fields[-1]]
+        looked_for = nonfinite.looked_for(problem.method, start)
+        found = nonfinite.nothing_found(start.device) if looked_for else None
+        backend.reverse(problem, start, anchors, cotangent, wanted, found)
+        if found is not None:
+            nonfinite.report(problem.method, int(found), start)
     else:  # no rows: nothing to sum
         for gradient in gradients:
             gradient.zero_()

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 SCHEMES = ("euler", "heun")
 BACKWARDS = ("adjoint", "stored", "checkpoint")
 RULES = ("refined", "paper", "predicted")
+NONFINITE = ("raise", "warn", "ignore")
 BACKENDS = ("auto", "cpp", "triton", "cuda", "reference")
 
 DEFAULT_ORDER = {"paper": 1, "refined": 1, "predicted": 2}
@@ -28,6 +29,8 @@ class Method(NamedTuple):
     order: int
     keep_every: int
     """k: the forward pass keeps x[k], x[2k], …; 0: it keeps none."""
+    nonfinite: str
+    """What happens when a reconstruction is not finite; ``"ignore"``: nobody looks."""
 
 
 def choice(name: str, value: object, allowed: tuple[str, ...]) -> None:
@@ -55,6 +58,7 @@ class How:
     order         of ``refined`` (1, 2, …; default 1) and ``predicted`` (1, 2, 3; default 2)
     anchor_every  k: keep the true states x[k], x[2k], … and restart the reconstruction at each.
                   None: keep none; with ``"checkpoint"``: k = √depth
+    nonfinite     when a reconstructed state is not finite: ``"raise"``, ``"warn"`` or ``"ignore"``
     backend       ``"auto"``, or ``"cpp"``, ``"triton"``, ``"cuda"``, ``"reference"``
     """
 
@@ -64,12 +68,14 @@ class How:
     reverse: str = "refined"
     order: int | None = None
     anchor_every: int | None = None
+    nonfinite: str = "raise"
     backend: str = "auto"
 
     def __post_init__(self) -> None:
         choice("scheme", self.scheme, SCHEMES)
         choice("backward", self.backward, BACKWARDS)
         choice("reverse", self.reverse, RULES)
+        choice("nonfinite", self.nonfinite, NONFINITE)
         choice("backend", self.backend, BACKENDS)
         if self.step is not None and not (
             isinstance(self.step, (int, float)) and math.isfinite(self.step)
@@ -112,4 +118,5 @@ class How:
             rule=rule,
             order=self.order or DEFAULT_ORDER[self.reverse],
             keep_every=keep,
+            nonfinite="ignore" if rule == "exact" else self.nonfinite,
         )

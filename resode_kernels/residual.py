@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from . import reference
+from . import nonfinite, reference
 from .autograd import undifferentiable
 from .options import Method
 from .replay import (
@@ -209,11 +209,14 @@ class Pass:
                 gradients.add(number, contribution)
 
         end = self.last_step(needs), any(states_need)
+        looked_for = nonfinite.looked_for(self.method, start)
+        extremes = nonfinite.Extremes(self.method.steps, start) if looked_for else None
+        watch = None if extremes is None else extremes.watch
         if self.method.rule == "exact":
             pullbacks = reference.exact(self.scheme, start, kept, *end)
         else:
             pullbacks = reference.adjoint(
-                self.method.rule, self.method.order, self.scheme, start, kept, *end
+                self.method.rule, self.method.order, self.scheme, start, kept, *end, watch
             )
         try:
             with (
@@ -228,6 +231,8 @@ class Pass:
         finally:
             for block in self.slots:
                 block.inputs = []
+        if extremes is not None:
+            nonfinite.report(self.method, extremes.last(), start)
         for i, need in enumerate(states_need):
             gradients[i] = parts(g)[i] if need else None
         return gradients

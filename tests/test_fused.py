@@ -142,6 +142,19 @@ def test_a_nan_is_never_swallowed(backend: str) -> None:
         assert y[torch.arange(9) != 3].isfinite().all()
 
 
+@pytest.mark.parametrize("options", RULES[:2], ids=name)
+def test_rows_that_only_fill_a_tile_do_no_harm(options: dict[str, Any], kernel: Run) -> None:
+    """At x = −1 this block is zero. At x = 0, where a tile's empty rows begin, its steps back grow
+    a million times each and overflow."""
+    made = stage_of("relu", 1, 1, 10, step=1.0, **options)
+    with torch.no_grad():
+        for parameter, value in zip(made.parameters(), (1e3, 500, -1e3, 0), strict=True):
+            parameter.fill_(value)
+    x, g = -torch.ones(3, 1, device=DEVICE), torch.ones(3, 1, device=DEVICE)
+    for k, p in zip(kernel(made, x, g), by("reference")(made, x, g), strict=True):
+        assert torch.equal(k, p)
+
+
 # ---------------------------------------------------------------------------------------- launches
 
 

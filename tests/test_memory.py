@@ -129,6 +129,7 @@ def test_workspace_of_the_reverse_pass(
         io = cpp._C.Reverse(
             rule=rule, order=order, start=1, anchors=0, cotangent=1, grad_x=1,
             gradients=[1] * 4, strides=[0] * 4, blocks=1 if tied else steps + (scheme == "heun"),
+            nonfinite=0,
         )  # fmt: skip
         return int(cpp._C.workspace_bytes(stage, io))
 
@@ -157,7 +158,7 @@ def test_workspace_of_a_convolutional_stage(rule: str, order: int, states: int) 
         )  # fmt: skip
         io = cpp._C.Reverse(
             rule=rule, order=order, start=1, anchors=0, cotangent=1, grad_x=1,
-            gradients=[1] * 10 * steps, strides=[], blocks=steps,
+            gradients=[1] * 10 * steps, strides=[], blocks=steps, nonfinite=0,
         )  # fmt: skip
         return int(cpp._C.workspace_bytes(stage, io))
 

@@ -49,6 +49,21 @@ RESODE_INLINE void store_some(T* p, int64_t count, Vec<T> v) {
   for (int i = 0; i < count; ++i) p[i] = v[i];
 }
 
+// Whether all of m's numbers are finite. x · 0 is 0 for those and NaN for the others, and a sum
+// with a NaN in it is one.
+template <class T>
+bool is_finite(Matrix<T> m) {
+  Vec<T> a{}, b{};  // side by side, to hide some of the latency of a sum
+  for (int64_t i = 0; i < m.size(); i += kPanel<T>) {
+    a += load(m.data + i) * T(0);
+    b += load(m.data + i + kLanes<T>) * T(0);
+  }
+  a += b;
+  for (int k = 0; k < kLanes<T>; ++k)
+    if (a[k] != 0) return false;
+  return true;
+}
+
 // m ← rows of a row-major array, m.columns apart.
 template <class T>
 void from_rows(Matrix<T> m, const T* rows) {

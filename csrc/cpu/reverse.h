@@ -80,6 +80,7 @@ class ReverseWorker : public Worker<T, Scheme, Block> {
       ++evaluations;
       is_known = walk.known;
     }
+    if (nonfinite >= 0) raise(*io.nonfinite, int32_t(nonfinite));
     if (!io.grad_x) return;
     this->for_each_tile([&](Share rows) {
       T* const out = pass.tile_rows(static_cast<T*>(io.grad_x), rows);
@@ -96,6 +97,7 @@ class ReverseWorker : public Worker<T, Scheme, Block> {
   const T h;
   int64_t evaluations = 0;  // of φ at a point p, so far
   bool is_known = false;    // walk.known holds the first evaluation of the next step
+  int64_t nonfinite = -1;   // the first step on the way back whose point is not finite
 
   void read(T* state, const void* rows_of_state) const {
     this->for_each_tile([&](Share rows) {
@@ -129,6 +131,7 @@ class ReverseWorker : public Worker<T, Scheme, Block> {
   void step(int64_t n, Share rows) {
     const Matrix<T> x = pass.tile(walk.state, rows), g = pass.tile(walk.cotangent, rows);
     const Matrix<T> p = point(n, rows, x);
+    if (io.nonfinite && nonfinite < 0 && !is_finite(p)) nonfinite = n;
     T* const keep = walk.known && n > 0 ? pass.tile(walk.known, rows).data : nullptr;
     Update<T> next;
     if (io.rule == Rule::refined || io.rule == Rule::predicted) next.first = {x.data, x.data, -h};

@@ -101,6 +101,14 @@ struct alignas(64) Countdown {
   }
 };
 
+// number ← max(number, to), whatever other threads do to it
+inline void raise(int32_t& number, int32_t to) {
+  int32_t now = __atomic_load_n(&number, __ATOMIC_RELAXED);
+  while (now < to && !__atomic_compare_exchange_n(&number, &now, to, true, __ATOMIC_RELAXED,
+                                                  __ATOMIC_RELAXED)) {
+  }
+}
+
 // A thread of a team whose members meet: nobody goes on before all have come.
 class Crew {
  public:

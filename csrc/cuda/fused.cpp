@@ -121,6 +121,7 @@ class Reverser {
     walk_.anchors = static_cast<const float*>(io.anchors);
     walk_.cotangent = static_cast<const float*>(io.cotangent);
     walk_.keep_every = int(stage.keep_every);
+    walk_.nonfinite = io.nonfinite;
     walk_.end_cotangent = io.grad_x ? static_cast<float*>(io.grad_x) : arena_.floats(state);
     walk_.history = arena_.floats(predicted ? io.order * state : 0);
     state_ = arena_.floats(io.rule == Rule::exact || plan_.steps >= stage.steps ? 0 : state);

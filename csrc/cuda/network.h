@@ -101,6 +101,7 @@ struct ReverseWalk {
   float* end_cotangent;    // of x[begin]
   float* history;  // [order, rows, dim]: the newest evaluations, φ_n in place n modulo `order`
   int begin, end, states_begin, keep_every;
+  int* nonfinite;  // raised to the n of every point that is not finite; null: nobody looks
   Sums sums;
 };
 

@@ -42,6 +42,7 @@ class Steps {
     const bool last_step = n + 1 == net_.steps;
     restart(place, walk, n);
     const State p = point(place, walk, n);
+    if (walk.nonfinite && !place.is_finite(p)) atomicMax(walk.nonfinite, n);
     if (paper) set_state(place, p);
     // Whether f_n(p) is what the reverse-time step n − 1 evaluates first.
     known_ = paper && (heun_ || net_.tied);

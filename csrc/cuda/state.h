@@ -83,6 +83,15 @@ struct Place {
     });
   }
 
+  // Whether all of this thread's numbers are finite, but for those that only fill the tile.
+  __device__ __forceinline__ bool is_finite(State state) const {
+    bool all = true;
+    pairs(state, [&](int r, int c, float x, float y) {
+      if (r < left && c < dim) all &= isfinite(x) && (c + 1 >= dim || isfinite(y));
+    });
+    return all;
+  }
+
   // From and to a tile in shared memory, which has whole pairs.
   __device__ __forceinline__ State take(Tile<float> tile) const {
     State state{};

@@ -2,10 +2,13 @@
 
 A backend is a module with four functions:
 
-    unavailable()                                           why it cannot be used here, or None
-    refuses(device, dtype)                                  why it does not take such an x, or None
-    forward(problem, x, y, anchors, statistics)             fills y, anchors and statistics
-    reverse(problem, start, anchors, cotangent, gradients)  fills the gradients that are not None
+    unavailable()           why it cannot be used here, or None
+    refuses(device, dtype)  why it does not take such an x, or None
+    forward(problem, x, y, anchors, statistics)
+                            fills y, anchors and statistics
+    reverse(problem, start, anchors, cotangent, gradients, nonfinite)
+                            fills the gradients that are not None, and raises nonfinite, an int32,
+                            to the largest n whose point p is not finite; None: nobody looks
 """
 
 from __future__ import annotations
@@ -40,6 +43,7 @@ class Backend(Protocol):
         anchors: Tensor,
         cotangent: Tensor,
         gradients: Sequence[Tensor | None],
+        nonfinite: Tensor | None,
     ) -> None: ...
 
 

@@ -51,10 +51,11 @@ def reverse(
     anchors: Tensor,
     cotangent: Tensor,
     gradients: Sequence[Tensor | None],
+    nonfinite: Tensor | None,
 ) -> None:
     start, cotangent = (_pixel_rows(problem, t).contiguous() for t in (start, cotangent))
     anchors = anchors.contiguous()
     grad_x = None if gradients[0] is None else _pixel_rows(problem, gradients[0])
     with native.written([grad_x, *gradients[1:]]) as results:
-        io = native.reverse_of(_C, problem, start, anchors, cotangent, results)
+        io = native.reverse_of(_C, problem, start, anchors, cotangent, results, nonfinite)
         _run(problem, start, io)

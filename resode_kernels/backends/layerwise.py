@@ -199,10 +199,11 @@ def passes(kit: engine.Kit) -> tuple[Callable[..., None], Callable[..., None]]:
         anchors: Tensor,
         cotangent: Tensor,
         gradients: Sequence[Tensor | None],
+        nonfinite: Tensor | None,
     ) -> None:
         start = dense(start)
         # Laid out alike, states and cotangents can be combined in one pass.
         cotangent = laid_out_like(cotangent, start)
-        engine.reverse(problem, start, anchors, cotangent, gradients, kit)
+        engine.reverse(problem, start, anchors, cotangent, gradients, nonfinite, kit)
 
     return functools.partial(engine.forward, kit=kit), reverse

@@ -109,6 +109,7 @@ def reverse_of(
     anchors: Tensor,
     cotangent: Tensor,
     gradients: Sequence[Tensor | None],
+    nonfinite: Tensor | None,
 ) -> Any:
     grad_x, *wanted = _addresses(gradients)
     return module.Reverse(
@@ -121,6 +122,7 @@ def reverse_of(
         gradients=wanted,
         strides=_strides(problem, gradients[1:]),
         blocks=1 if problem.tied else problem.blocks,
+        nonfinite=0 if nonfinite is None else nonfinite.data_ptr(),
     )
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from .. import reference
+from ..nonfinite import Extremes
 from ..problem import PER_LAYER, Problem
 
 
@@ -79,18 +80,23 @@ def reverse(
     anchors: Tensor,
     cotangent: Tensor,
     gradients: Sequence[Tensor | None],
+    nonfinite: Tensor | None,
     kit: Kit = PLAIN,
 ) -> None:
     method = problem.method
     scheme = kit.scheme(problem, start.dtype)
     kept = {(i + 1) * method.keep_every: anchor for i, anchor in enumerate(anchors)}
+    extremes = None if nonfinite is None else Extremes(method.steps, start)
+    watch = None if extremes is None else extremes.watch
     if method.rule == "exact":
         pullbacks = reference.exact(scheme, start, kept)
     else:
-        pullbacks = reference.adjoint(method.rule, method.order, scheme, start, kept)
+        pullbacks = reference.adjoint(method.rule, method.order, scheme, start, kept, watch=watch)
     sums = reference.Sums()
     with torch.autocast(start.device.type, enabled=False):
         grad_x = reference.reverse(pullbacks, cotangent, sums.add)
+    if nonfinite is not None and extremes is not None:
+        nonfinite.fill_(extremes.last())
     if gradients[0] is not None:
         gradients[0].copy_(grad_x)
     for i, gradient in enumerate(gradients[1:]):

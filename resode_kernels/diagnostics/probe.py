@@ -91,7 +91,7 @@ class Probe:
 
     @contextmanager
     def untouched(self, **options: Any) -> Iterator[Mapping[str, Tensor]]:
-        """Inside, ``options`` are set and what the stage does to itself is forgotten afterwards.
+        """Inside, ``options`` are set (and explosions do not raise) and what the stage does to itself is forgotten afterwards.
         Gives the aliases that stand in for its trainable parameters, by name."""
         stage, how = self.stage, self.stage.how
         parameters, slots = trainable([stage])
@@ -101,8 +101,7 @@ class Probe:
         buffers = [(m, key, b) for m in stage.modules() for key, b in m._buffers.items()]
         modes = [(m, m.training) for m in stage.modules()]
         try:
-            if options:
-                stage.configure(**options)
+            stage.configure(**options, nonfinite="ignore")  # the error tells
             for m, key, buffer in buffers:
                 m._buffers[key] = None if buffer is None else buffer.clone()
             with (

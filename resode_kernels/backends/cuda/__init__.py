@@ -84,8 +84,9 @@ def reverse(
     anchors: Tensor,
     cotangent: Tensor,
     gradients: Sequence[Tensor | None],
+    nonfinite: Tensor | None,
 ) -> None:
     from . import fused, layerwise
 
-    if not fused.reverse(problem, start, anchors, cotangent, gradients):
-        layerwise.reverse(problem, start, anchors, cotangent, gradients)
+    if not fused.reverse(problem, start, anchors, cotangent, gradients, nonfinite):
+        layerwise.reverse(problem, start, anchors, cotangent, gradients, nonfinite)

@@ -42,10 +42,11 @@ def reverse(
     anchors: Tensor,
     cotangent: Tensor,
     gradients: Sequence[Tensor | None],
+    nonfinite: Tensor | None,
 ) -> bool:
     if problem.block == "conv":
         return False
     start, anchors, cotangent = (t.contiguous() for t in (start, anchors, cotangent))
     with native.written(gradients) as results:
-        io = native.reverse_of(module(), problem, start, anchors, cotangent, results)
+        io = native.reverse_of(module(), problem, start, anchors, cotangent, results, nonfinite)
         return _run(problem, start, io)

@@ -91,11 +91,12 @@ def reverse(
     anchors: Tensor,
     cotangent: Tensor,
     gradients: Sequence[Tensor | None],
+    nonfinite: Tensor | None,
 ) -> None:
     from . import fused, layerwise
 
     plan = None if problem.block == "conv" else fused.layout(problem, start, reverse=True)
     if plan is None:
-        layerwise.reverse(problem, start, anchors, cotangent, gradients)
+        layerwise.reverse(problem, start, anchors, cotangent, gradients, nonfinite)
     else:
-        fused.reverse(problem, plan, start, anchors, cotangent, gradients)
+        fused.reverse(problem, plan, start, anchors, cotangent, gradients, nonfinite)

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ...nonfinite import nothing_found
 from ...problem import Problem
 from . import tuning
 from .device import device_of
@@ -44,6 +45,7 @@ def _seconds(problem: Problem, x: Tensor, tile: Tile, reverse_pass: bool) -> flo
     problem = problem._replace(method=method._replace(steps=few, keep_every=keep_every))
     plan = plan_of(problem, device_of(x), len(x), form_of(problem), tile)
     no_anchors = x.new_empty((0, *x.shape))
+    found = nothing_found(x.device) if method.nonfinite != "ignore" else None
     scratch = [
         torch.empty_like(x),
         *(p if p is None else torch.empty_like(p) for p in problem.parameters),
@@ -51,7 +53,7 @@ def _seconds(problem: Problem, x: Tensor, tile: Tile, reverse_pass: bool) -> flo
 
     def run() -> None:
         if reverse_pass:
-            reverse(problem, plan, x, no_anchors, x, scratch)
+            reverse(problem, plan, x, no_anchors, x, scratch, found)
         else:
             forward(problem, plan, x, torch.empty_like(x), no_anchors)
 
@@ -161,6 +163,7 @@ def reverse(
     anchors: Tensor,
     cotangent: Tensor,
     gradients: Sequence[Tensor | None],
+    nonfinite: Tensor | None,
 ) -> None:
     method = problem.method
     launches = recomputing if method.rule == "exact" else reconstructing
@@ -176,7 +179,7 @@ def reverse(
         launch(
             reverse_kernel, (plan.programs,),
             state if steps.start is None else steps.start, state, g, result,
-            history, steps.states, parameters, places,
+            history, steps.states, parameters, places, nonfinite,
             len(start), steps.begin, steps.end, first_block, steps.states_begin,
             method.step, steps.form, **plan.options,
         )  # fmt: skip

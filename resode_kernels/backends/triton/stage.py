@@ -30,6 +30,16 @@ def tile_of(tile, rows, S: tl.constexpr):
     return begin * S.dim, r * S.dim + d, (r < rows - begin) & (d < S.dim)
 
 
+@triton.jit
+def states_of(tile, rows, S: tl.constexpr):
+    """Offsets of a tile's states from where it begins, and which of its columns exist. Rows that
+    only fill the tile have the state of the last one that exists: from anywhere else, where no row
+    ever was, the steps back might explode."""
+    r = tl.minimum(tl.arange(0, S.rows), rows - int64(tile) * S.rows - 1)[:, None]
+    d = tl.arange(0, S.width)[None, :]
+    return r * S.dim + d, d < S.dim
+
+
 @triton.jit(do_not_specialize=["rows", "begin", "end", "keep_every"])
 def forward_kernel(x, y, anchors, theta, rows, begin, end, keep_every, h, S: tl.constexpr):
     """From x[begin] = x to x[end] = y, both [rows, dim]; anchors [·, rows, dim] takes the states
@@ -71,8 +81,17 @@ def point(x, history, known, theta, n, h, S: tl.constexpr):
 
 
 @triton.jit
-def reverse_step(x, g, history, known, theta, sums, n, slots, tiles, steps, h, S: tl.constexpr):
+def has_nonfinite(p):
+    """Whether an entry is infinite or NaN."""
+    return tl.max((~(tl.abs(p) < float("inf"))).to(tl.int32)) > 0
+
+
+@triton.jit
+def reverse_step(
+    x, g, history, known, theta, sums, nonfinite, n, slots, tiles, steps, h, S: tl.constexpr
+):  # fmt: skip
     p = point(x, history, known, theta, n, h, S)
+    found = has_nonfinite(p)
     value, first, g = step_vjp(p, g, theta, sums, n, slots, tiles, steps, h, S)
     if S.moves:
         x -= h * value
@@ -82,12 +101,14 @@ def reverse_step(x, g, history, known, theta, sums, n, slots, tiles, steps, h, S
         history = (value,) + history[: S.keep - 1]
     if S.shares:
         known = first
+    if nonfinite is not None:  # last: weights would not stay on chip across an effect on memory
+        tl.atomic_max(nonfinite, n, mask=found, sem="relaxed")
     return x, g, history, known
 
 
 @triton.jit(do_not_specialize=["rows", "begin", "end", "first_block", "states_begin"])
 def reverse_kernel(
-    start, end_state, cotangent, end_cotangent, history, states, theta, sums,
+    start, end_state, cotangent, end_cotangent, history, states, theta, sums, nonfinite,
     rows, begin, end, first_block, states_begin, h, S: tl.constexpr,
 ):  # fmt: skip
     """From x̃[end] = start to x̃[begin] = end_state, and likewise for the cotangent.
@@ -96,6 +117,7 @@ def reverse_kernel(
     history    [keep, rows, dim], newest first: read and written
     states     exact: [·, rows, dim], the states x[states_begin + 1], …; x[states_begin] is start
     sums       per parameter [slots, …]; slot (block − first_block) · programs + program
+    nonfinite  an int32, raised to the n of every point that is not finite; None: nobody looks
     """
     rows = int64(rows)
     group = tl.program_id(0)
@@ -114,24 +136,26 @@ def reverse_kernel(
                     p = tl.load(states + kept + here + at, mask=inside, other=0.0)
                 _, _, g = step_vjp(p, g, theta, sums, n, slots, tiles, i, h, S)
         else:
-            x = tl.load(start + here + at, mask=inside, other=0.0)
+            of, columns = states_of(tile, rows, S)
+            x = tl.load(start + here + of, mask=columns, other=0.0)
             past = ()
             for i in tl.static_range(S.have):
                 past = past + (  # type: ignore[assignment]
-                    tl.load(history + i * rows * S.dim + here + at, mask=inside, other=0.0),
+                    tl.load(history + i * rows * S.dim + here + of, mask=columns, other=0.0),
                 )
             known = x
             if S.shares:
                 known = first_known(x, theta, end - 1, S)
             if S.have < S.keep:  # the history grows: a launch for this step alone
                 x, g, past, known = reverse_step(
-                    x, g, past, known, theta, sums, end - 1, slots, tiles, 0, h, S
+                    x, g, past, known, theta, sums, nonfinite, end - 1, slots, tiles, 0, h, S
                 )
             else:
                 for i in tl.range(0, end - begin, disable_licm=True):
                     x, g, past, known = reverse_step(
-                        x, g, past, known, theta, sums, end - 1 - i, slots, tiles, i, h, S
-                    )
+                        x, g, past, known, theta, sums, nonfinite,
+                        end - 1 - i, slots, tiles, i, h, S,
+                    )  # fmt: skip
             for i in tl.static_range(S.keep):
                 tl.store(history + i * rows * S.dim + here + at, past[i], mask=inside)
             tl.store(end_state + here + at, x, mask=inside)

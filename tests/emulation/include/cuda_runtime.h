@@ -80,6 +80,13 @@ template <class T>
 T __ldg(const T* address) {
   return *address;
 }
+inline int atomicMax(int* address, int value) {
+  int now = __atomic_load_n(address, __ATOMIC_RELAXED);
+  while (now < value && !__atomic_compare_exchange_n(address, &now, value, true, __ATOMIC_RELAXED,
+                                                     __ATOMIC_RELAXED)) {
+  }
+  return now;
+}
 inline uint32_t __float_as_uint(float x) { return std::bit_cast<uint32_t>(x); }
 inline float __uint_as_float(uint32_t x) { return std::bit_cast<float>(x); }
 inline float rsqrtf(float x) { return 1 / sqrtf(x); }
