@@ -13,6 +13,7 @@ import os
 import pickle
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Protocol
 
@@ -45,6 +46,7 @@ class Data:
     channels: int = 3
 
 
+@cache
 def load(directory: Path | None) -> Data:
     """The data in ``directory``, recognized by its files; None: digits."""
     if directory is None:
