@@ -8,23 +8,43 @@ from importlib.metadata import version
 
 __version__ = version("resode_kernels")
 
-from . import functional
+from . import functional, models
 from .backends import BackendUnavailableError
 from .conv import ConvStage
+from .diagnostics import (
+    GradientErrorWarning,
+    Report,
+    Setting,
+    diagnose,
+    input_of,
+    monitor,
+    tune,
+)
 from .nonfinite import NonFiniteReconstructionError, NonFiniteReconstructionWarning
 from .options import How
 from .stages import LinearStage, MLPStage, ResidualStage, Stage, residual_branch
+from .training import deepen, untie
 
 __all__ = [
     "BackendUnavailableError",
     "ConvStage",
+    "GradientErrorWarning",
     "How",
     "LinearStage",
     "MLPStage",
     "NonFiniteReconstructionError",
     "NonFiniteReconstructionWarning",
+    "Report",
     "ResidualStage",
+    "Setting",
     "Stage",
+    "deepen",
+    "diagnose",
     "functional",
+    "input_of",
+    "models",
+    "monitor",
     "residual_branch",
+    "tune",
+    "untie",
 ]

@@ -20,6 +20,10 @@ class ConvBlock(nn.Module):
     """f(x) = u_L with u_0 = x and u_l = bn_l(conv_l(σ(u_{l−1}))): the pre-activation block.
 
     windows  of the convolutions conv1, conv2, …; the channels between them are ``hidden``
+    outputs  channels of f(x); None: ``channels``
+    stride   of the first 3 × 3 convolution
+
+    In a stage a block keeps the shape of x, and has neither ``outputs`` nor a ``stride``.
     """
 
     def __init__(
@@ -30,21 +34,24 @@ class ConvBlock(nn.Module):
         activation: str = "relu",
         zero_init: bool = False,
         *,
+        outputs: int | None = None,
+        stride: int = 1,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         self.activation = activation
-        widths = [channels, *[hidden] * (len(windows) - 1), channels]
+        widths = [channels, *[hidden] * (len(windows) - 1), outputs or channels]
         self.names = [(f"conv{i}", f"bn{i}") for i in range(1, len(windows) + 1)]
         options: dict[str, Any] = {"device": device, "dtype": dtype}
-        for (conv, bn), size, (inputs, outputs) in zip(
-            self.names, windows, pairwise(widths), strict=True
+        strides = [stride if i == windows.index(3) else 1 for i in range(len(windows))]
+        for (conv, bn), size, by, (inputs, results) in zip(
+            self.names, windows, strides, pairwise(widths), strict=True
         ):
             self.add_module(
-                conv, nn.Conv2d(inputs, outputs, size, padding=size // 2, bias=False, **options)
+                conv, nn.Conv2d(inputs, results, size, by, size // 2, bias=False, **options)
             )
-            self.add_module(bn, nn.BatchNorm2d(outputs, **options))
+            self.add_module(bn, nn.BatchNorm2d(results, **options))
         if zero_init:
             nn.init.zeros_(self.layers[-1][1].weight)
 
@@ -140,6 +147,10 @@ class ConvStage(ResidualStage):
         )
         self._move_statistics(statistics)
         return y
+
+    @property
+    def runs_modules(self) -> bool:
+        return self._unknown_to_kernels() is not None
 
     def _layers(self) -> list[list[tuple[nn.Conv2d, nn.BatchNorm2d]]]:
         """Of every block."""

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from collections.abc import Mapping, Sequence
+from fractions import Fraction
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from . import checks, functional
+from . import checks, functional, reference
+from .interpolation import module_at, tensor_at
 from .options import How, choice, positive_int
 from .replay import State
 
@@ -27,6 +30,19 @@ class Stage(nn.Module):
         """The number of blocks that have parameters of their own."""
         return 1 if self.tied else self.how.blocks(self.depth)
 
+    @property
+    def runs_modules(self) -> bool:
+        """Whether its blocks run as modules, not in kernels."""
+        return False
+
+    def residual(self, n: int, x: Any, *args: Any, **kwargs: Any) -> Any:
+        """f_n(x): the residual function of block n, in plain PyTorch. Tied: of any n."""
+        raise NotImplementedError
+
+    def by_block(self, named: Mapping[str, Tensor]) -> list[list[Tensor]]:
+        """Tensors that are named and shaped as the parameters, or some of them, block by block."""
+        raise NotImplementedError
+
     def configure(self, **options: Any) -> Stage:
         """Changes options, say ``stage.configure(backward="stored")``; returns the stage."""
         how = How.from_options({**vars(self.how), **options})
@@ -38,19 +54,52 @@ class Stage(nn.Module):
         self.how = how
         return self
 
+    def place_blocks(self, places: Sequence[Fraction]) -> None:
+        """The blocks become those at these places among the present ones, all of them copies."""
+        raise NotImplementedError
+
     def extra_repr(self) -> str:
         changed = [f"{k}={v!r}" for k, v in vars(self.how).items() if v != getattr(How, k)]
         tied = ["tied=True"] if self.tied else []
         return ", ".join([f"depth={self.depth}", *tied, *changed])
 
 
-class MLPStage(Stage):
+class StackedStage(Stage):
+    """A stage whose parameters are stacked over its blocks."""
+
+    stacked: ClassVar[tuple[str, ...]]
+    """Their names. Any of them may be None."""
+
+    def by_block(self, named: Mapping[str, Tensor]) -> list[list[Tensor]]:
+        return [[tensor[n] for tensor in named.values()] for n in range(self.num_blocks)]
+
+    def in_block(self, n: int, tensor: Tensor | None, x: Tensor) -> Any:
+        """Block n's part of a parameter, in x's dtype."""
+        return None if tensor is None else tensor[0 if self.tied else n].to(x.dtype)
+
+    def place_blocks(self, places: Sequence[Fraction]) -> None:
+        for name in self.stacked:
+            old = getattr(self, name)
+            if old is None:
+                continue
+            if name not in self._parameters:
+                raise ValueError(
+                    f"{name} is computed by a parametrization, which cannot be split into blocks; "
+                    "remove it (torch.nn.utils.parametrize.remove_parametrizations)"
+                )
+            new = torch.stack([tensor_at(old, place) for place in places])
+            setattr(self, name, nn.Parameter(new, requires_grad=old.requires_grad))
+
+
+class MLPStage(StackedStage):
     """``depth`` residual steps with f(x) = W2 σ(W1 x + b1) + b2.
 
     Parameters are stacked over blocks, each in ``nn.Linear``'s layout: w1 [blocks, hidden, dim],
     b1 [blocks, hidden], w2 [blocks, dim, hidden], b2 [blocks, dim]. There are ``depth`` blocks,
     one more with ``scheme="heun"``, and one in all if ``tied``. ``how``: see ``options.How``.
     """
+
+    stacked = ("w1", "b1", "w2", "b2")
 
     def __init__(
         self,
@@ -90,6 +139,10 @@ class MLPStage(Stage):
             x, self.w1, self.b1, self.w2, self.b2, self.activation, self.depth, self.how
         )
 
+    def residual(self, n: int, x: Any, *args: Any, **kwargs: Any) -> Any:
+        theta = [self.in_block(n, p, x) for p in (self.w1, self.b1, self.w2, self.b2)]
+        return reference.MLP(self.activation, *theta).f(x, n)
+
     def extra_repr(self) -> str:
         bias = [] if self.b1 is not None else ["bias=False"]
         return ", ".join(
@@ -103,11 +156,13 @@ class MLPStage(Stage):
         )
 
 
-class LinearStage(Stage):
+class LinearStage(StackedStage):
     """``depth`` residual steps with f(x) = θ x; weight [blocks, dim, dim].
 
     There are as many blocks as in an ``MLPStage``. ``how``: see ``options.How``.
     """
+
+    stacked = ("weight",)
 
     def __init__(
         self,
@@ -132,6 +187,9 @@ class LinearStage(Stage):
 
     def forward(self, x: Tensor) -> Tensor:
         return functional.run_linear(x, self.weight, self.depth, self.how)
+
+    def residual(self, n: int, x: Any, *args: Any, **kwargs: Any) -> Any:
+        return reference.Linear(self.in_block(n, self.weight, x)).f(x, n)
 
     def extra_repr(self) -> str:
         return f"dim={self.dim}, {super().extra_repr()}"
@@ -167,6 +225,24 @@ class ResidualStage(Stage):
 
     def forward(self, x: State, *args: Any, **kwargs: Any) -> State:
         return functional.run_residual(list(self.blocks), x, args, kwargs, self.depth, self.how)
+
+    @property
+    def runs_modules(self) -> bool:
+        return True
+
+    def residual(self, n: int, x: Any, *args: Any, **kwargs: Any) -> Any:
+        return self.blocks[0 if self.tied else n](x, *args, **kwargs)
+
+    def by_block(self, named: Mapping[str, Tensor]) -> list[list[Tensor]]:
+        blocks: list[list[Tensor]] = [[] for _ in self.blocks]
+        for name, tensor in named.items():
+            blocks[int(name.split(".")[1])].append(tensor)
+        return blocks
+
+    def place_blocks(self, places: Sequence[Fraction]) -> None:
+        blocks = [module_at(self.blocks, place) for place in places]
+        del self.blocks[:]
+        self.blocks.extend(blocks)
 
 
 def residual_branch(block: nn.Module) -> ResidualBranch:

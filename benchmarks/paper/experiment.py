@@ -110,19 +110,25 @@ def depth_axis(axes: Axes, depths: Sequence[int], label: str = "depth N") -> Non
     axes.xaxis.set_minor_formatter(NullFormatter())
 
 
-def panels(count: int, title: str, width: float = 5.2) -> tuple[Figure, list[Axes]]:
+def panels(count: int, title: str, width: float = 5.2, rows: int = 1) -> tuple[Figure, list[Axes]]:
+    """``count`` in each of the rows; row after row."""
     figure, axes = plt.subplots(
-        1, count, figsize=(width * count, 4.4), constrained_layout=True, squeeze=False
+        rows, count, figsize=(width * count, 4.4 * rows), constrained_layout=True, squeeze=False
     )
     figure.suptitle(title)
-    for one in axes[0]:
+    for one in axes.flat:
         one.grid(alpha=0.25)
         one.spines[["top", "right"]].set_visible(False)
-    return figure, list(axes[0])
+    return figure, list(axes.flat)
 
 
 def save(result: Result, name: str, out: Path) -> None:
-    write_csv(out / f"{name}.csv", result.rows)
+    """Numbers with six digits."""
+    rows = [
+        {key: f"{value:.6g}" if isinstance(value, float) else value for key, value in row.items()}
+        for row in result.rows
+    ]
+    write_csv(out / f"{name}.csv", rows)
     result.figure.savefig(out / f"{name}.png", dpi=150)
     plt.close(result.figure)
 

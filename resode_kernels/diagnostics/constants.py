@@ -1,0 +1,150 @@
+"""Estimates of the constants in the paper's bounds, at the states of a stage.
+
+The state of a stage is the whole batch, and norms are Euclidean norms of it: batch normalization
+connects the rows. Suprema are taken over the points that were looked at, so all of these are
+estimates from below.
+
+    C_f   max ‖f_n(x)‖                                                  (assumption 2)
+    L_f   max ‖∂_x f_n(x)‖                                              (assumption 2)
+    Δ     max ‖θ[n+1] − θ[n]‖
+    L_θ   max ‖f_{n+1}(x) − f_n(x)‖ / ‖θ[n+1] − θ[n]‖                   (Prop. 5)
+    L'_θ  max ‖∂_x f_{n+1}(x) − ∂_x f_n(x)‖ / ‖θ[n+1] − θ[n]‖           (Prop. 5)
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import reference
+from ..replay import like, parts
+from ..stages import Stage
+from .trajectory import Trajectory, minus, norm
+
+ITERATIONS = 12
+LAYERS = 8
+"""How many layers power iteration looks at."""
+
+
+class Difference(reference.Block):
+    """f_{n+1} − f_n."""
+
+    def __init__(self, after: reference.Block, before: reference.Block) -> None:
+        self.pair = (after, before)
+
+    def f(self, x: Any, k: int) -> Any:
+        return minus(*(block.f(x, k) for block in self.pair))
+
+    def linearize(self, x: Any, k: int, wrt_x: bool = True) -> tuple[Any, reference.Pullback]:
+        (y, back), (z, back_z) = (block.linearize(x, k, wrt_x) for block in self.pair)
+        return minus(y, z), lambda g: (minus(back(g)[0], back_z(g)[0]), ())
+
+
+def spectral_norm(block: reference.Block, x: Any, k: int, iterations: int = ITERATIONS) -> float:
+    """‖∂_x f(x)‖ by power iteration on JᵀJ, with J v as a central difference: it asks nothing of f
+    but a gradient."""
+    generator = torch.Generator().manual_seed(0)
+    _, pullback = block.linearize(x, k)
+    v = like(x, [torch.randn(t.shape, generator=generator).to(t) for t in parts(x)])
+    step = 1e-3 * max(norm(x), 1e-6)
+    result = 0.0
+    for _ in range(iterations):
+        size = norm(v)
+        if not math.isfinite(size) or size == 0:
+            break
+        v = reference.combine(None, (step / size, v))
+        ahead, behind = (block.f(reference.combine(x, (sign, v)), k) for sign in (1, -1))
+        jv = reference.combine(None, (0.5 / step, minus(ahead, behind)))
+        result = norm(jv)
+        v = pullback(jv)[0]
+        if v is None:
+            break
+    return result
+
+
+def step_of_weights(stage: Stage) -> list[tuple[float, float]]:
+    """‖θ[n+1] − θ[n]‖ and ‖θ[n]‖ for every pair of neighbouring blocks; none if the blocks differ
+    in the shapes of their parameters."""
+    blocks = stage.by_block(dict(stage.named_parameters(remove_duplicate=False)))
+    shapes = {tuple(t.shape for t in block) for block in blocks}
+    if len(shapes) > 1 or not blocks[0]:
+        return []
+    return [
+        (_norm([b - a for a, b in zip(one, two, strict=True)]), _norm(one))
+        for one, two in pairwise(blocks)
+    ]
+
+
+def _norm(tensors: Sequence[Tensor]) -> float:
+    return norm(tuple(tensors))
+
+
+@dataclass(frozen=True)
+class Constants:
+    c_f: float
+    l_f: float
+    smoothness: float | None
+    """Δ = max ‖θ[n+1] − θ[n]‖; zero if tied, None if the blocks cannot be compared."""
+    relative_smoothness: float | None
+    """max ‖θ[n+1] − θ[n]‖ / ‖θ[n]‖."""
+    l_theta: float | None
+    l_theta_x: float | None
+    """L'_θ. Both are None unless the scheme is Heun's, whose bound needs them."""
+
+
+def estimate(trajectory: Trajectory, stage: Stage) -> Constants:
+    """Inside ``probe.untouched()``."""
+    scheme = trajectory.scheme
+    steps = scheme.steps
+    layers = sorted({round(i * (steps - 1) / (LAYERS - 1)) for i in range(LAYERS)}, reverse=True)
+    euler = stage.how.scheme == "euler"
+    pairs = step_of_weights(stage) if not stage.tied else [(0.0, 1.0)]
+    l_f, l_theta, l_theta_x = 0.0, 0.0, 0.0
+    for n in layers:
+        x, k = trajectory[n], n if euler else 2 * n
+        l_f = max(l_f, spectral_norm(scheme.f[n], x, k))
+        if not euler and not stage.tied and pairs and pairs[n][0] > 0:
+            change = Difference(scheme.f[n + 1], scheme.f[n])
+            l_theta = max(l_theta, norm(change.f(x, k)) / pairs[n][0])
+            l_theta_x = max(l_theta_x, spectral_norm(change, x, k) / pairs[n][0])
+    return Constants(
+        c_f=trajectory.largest_slope,
+        l_f=l_f,
+        smoothness=max((d for d, _ in pairs), default=None),
+        relative_smoothness=max((d / s for d, s in pairs if s > 0), default=None),
+        l_theta=None if euler else l_theta,
+        l_theta_x=None if euler else l_theta_x,
+    )
+
+
+def bound(constants: Constants, stage: Stage, n: int = 0) -> float | None:
+    """On ‖x̃[n] − x[n]‖ with the rule ``paper`` and no anchors, to leading order in h, from the
+    discrete Gronwall inequality over the N − n steps before:
+
+        Prop. 3 (Euler)   (e^{L_f (N − n) h} − 1) C_f h
+        Prop. 5 (Heun)    (e^{L' (N − n) h} − 1) / L' · ¼ L_θ L'_θ Δ² h
+
+    With h = 1/N and n = 0 these are the paper's. L' = L_f + h L_f² / 2 bounds the Lipschitz
+    constant of Heun's step back.
+    """
+    method = stage.how.method(stage.depth)
+    h, length, l_f = abs(method.step), method.steps - n, constants.l_f
+    if method.scheme == "euler":
+        return _growth(l_f, length * h) * l_f * constants.c_f * h
+    if constants.smoothness is None or constants.l_theta is None or constants.l_theta_x is None:
+        return None
+    c_f = constants.l_theta * constants.l_theta_x * constants.smoothness**2 / 4
+    return _growth(l_f + h * l_f**2 / 2, length * h) * c_f * h
+
+
+def _growth(rate: float, time: float) -> float:
+    """(e^{rate · time} − 1) / rate."""
+    if rate == 0:
+        return time
+    return math.expm1(rate * time) / rate if rate * time < 700 else math.inf

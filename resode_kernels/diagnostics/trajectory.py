@@ -1,0 +1,159 @@
+"""The states of a stage, and how well they are reconstructed on the way back."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .. import reference
+from ..replay import in_stream, like, parts
+from .probe import Probe
+
+
+def norm(x: Any) -> float:
+    """Euclidean, of all tensors of a state together."""
+    squares = [t.detach().double().square().sum() for t in parts(x)]
+    return math.sqrt(float(sum(squares)))
+
+
+def minus(x: Any, y: Any) -> Any:
+    return reference.combine(x, (-1, y))
+
+
+def relative(distance: float, size: float) -> float:
+    """distance / size; not finite, or not zero where size is: infinitely far."""
+    if distance == 0:
+        return 0.0
+    return distance / size if math.isfinite(distance) and size > 0 else math.inf
+
+
+class ProbedBlock(reference.Block):
+    """Block n of a stage, as ``Stage.residual`` computes it. Evaluation k draws the same random
+    numbers whenever it is repeated."""
+
+    def __init__(self, probe: Probe, n: int) -> None:
+        self.probe, self.n = probe, n
+        self.largest = 0.0
+        """‖f(x)‖ at any x so far."""
+
+    def f(self, x: Any, k: int) -> Any:
+        with torch.no_grad(), self.seeded(k):
+            y = self.probe.evaluate(self.n, x)
+        self.largest = max(self.largest, norm(y))
+        return y
+
+    def linearize(self, x: Any, k: int, wrt_x: bool = True) -> tuple[Any, reference.Pullback]:
+        """The pullback gives ∂_x f(x)ᵀ g alone and may be called more than once."""
+        with torch.enable_grad(), self.seeded(k):
+            x = like(x, [t.detach().requires_grad_() for t in parts(x)])
+            y = self.probe.evaluate(self.n, x)
+
+        def pullback(g: Any) -> tuple[Any, tuple[Tensor, ...]]:
+            outputs = [(t, c) for t, c in zip(parts(y), parts(g), strict=True) if t.requires_grad]
+            if not outputs:
+                return None, ()
+            grads = torch.autograd.grad(
+                [t for t, _ in outputs],
+                parts(x),
+                [c for _, c in outputs],
+                retain_graph=True,
+                allow_unused=True,
+                materialize_grads=True,
+            )
+            return like(x, grads), ()
+
+        return like(y, [t.detach() for t in parts(y)]), pullback
+
+    def repeats(self, k: int, j: int) -> bool:
+        return False  # for all that is known
+
+    @contextmanager
+    def seeded(self, k: int) -> Iterator[None]:
+        devices = [d for d in self.probe.generators if d.type == "cuda"]
+        with torch.random.fork_rng(devices):
+            torch.manual_seed(k)
+            yield
+
+
+class Trajectory:
+    """The states x[0] … x[N]. Every √N-th is kept; the others are computed again, a segment at a
+    time. Made and used inside ``probe.untouched()``."""
+
+    def __init__(self, probe: Probe) -> None:
+        stage = probe.stage
+        method = stage.how.method(stage.depth)
+        self.blocks = [ProbedBlock(probe, n) for n in range(stage.num_blocks)]
+        blocks = self.blocks * stage.how.blocks(stage.depth) if stage.tied else self.blocks
+        self.scheme = reference.SCHEMES[method.scheme](blocks, method.step)
+        self.every = max(1, round(math.sqrt(stage.depth)))
+        start = in_stream(probe.x)
+        self.end, kept = reference.forward(self.scheme, start, self.every)
+        self.kept = {0: start, **kept}
+        self.segment: dict[int, Any] = {}
+
+    def __getitem__(self, n: int) -> Any:
+        if n == self.scheme.steps:
+            return self.end
+        if n not in self.segment:
+            begin = n - n % self.every
+            x = self.kept[begin]
+            self.segment = {begin: x}
+            for m in range(begin, min(begin + self.every, self.scheme.steps) - 1):
+                x = reference.combine(x, (self.scheme.h, self.scheme.slope(m, x)))
+                self.segment[m + 1] = x
+        return self.segment[n]
+
+    @property
+    def largest_slope(self) -> float:
+        """max ‖f_n(x)‖ over every evaluation so far."""
+        return max(block.largest for block in self.blocks)
+
+
+class Layer(NamedTuple):
+    """A state x[n] and its reconstruction, ‖error‖ / ‖x[n]‖."""
+
+    n: int
+    state_error: float
+    """Of x̃[n]."""
+    point_error: float
+    """Of p, where the step's gradient is taken."""
+    size: float
+    """‖x[n]‖."""
+
+
+def reconstructed(
+    trajectory: Trajectory, rule: str, order: int, keep_every: int = 0
+) -> list[Layer]:
+    """The way back from x[N], without gradients: layers 0 … N − 1."""
+    layers: list[Layer] = []
+
+    def watch(n: int, p: Any, x: Any) -> None:
+        true = trajectory[n]
+        size = norm(true)
+        state, point = (relative(norm(minus(y, true)), size) for y in (x, p))
+        layers.append(Layer(n, state, point, size))
+
+    scheme = trajectory.scheme
+    kept = Anchors(trajectory, keep_every) if keep_every else {}
+    for _ in reference.adjoint(rule, order, scheme, trajectory.end, kept, watch=watch):
+        pass
+    return layers[::-1]
+
+
+class Anchors(dict[int, Any]):
+    """The states x[k], x[2k], … of a trajectory, looked up when they are needed."""
+
+    def __init__(self, trajectory: Trajectory, every: int) -> None:
+        super().__init__()
+        self.trajectory, self.every = trajectory, every
+
+    def __contains__(self, n: object) -> bool:
+        return isinstance(n, int) and n % self.every == 0 and n < self.trajectory.scheme.steps
+
+    def __getitem__(self, n: int) -> Any:
+        return self.trajectory[n]
