@@ -83,7 +83,7 @@ def passes(
         gradients += [
             torch.empty_like(p) if isinstance(p, nn.Parameter) else None for p in problem.parameters
         ]
-        reverse(problem, start, anchors, g, gradients)
+        reverse(problem, start, anchors, g, gradients, None)
         return y, gradients, statistics
 
     return run

@@ -82,7 +82,8 @@ def main(names: Sequence[str] = EXPERIMENTS) -> None:
     arguments = parser(__doc__)
     arguments.add_argument("--full", action="store_true", help="not the small versions")
     chosen = vars(arguments.parse_args())
-    options = Options(**{**chosen, "quick": not chosen.pop("full")})
+    chosen["quick"] = not chosen.pop("full")
+    options = Options(**chosen)
     experiments = []
     for i, name in enumerate(names):
         print(f"{i + 1}/{len(names)} {name}", file=sys.stderr)

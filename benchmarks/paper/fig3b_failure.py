@@ -13,6 +13,7 @@ from __future__ import annotations
 import statistics
 import warnings
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import data
@@ -20,6 +21,7 @@ import torch
 import trainer
 from data import Data
 from experiment import COLOURS, Options, Result, Verdict, main, panels
+from jobs import side_by_side
 
 import resode_kernels as rk
 from resode_kernels.diagnostics import Observation
@@ -31,18 +33,30 @@ STEPS = {"classical": 1.0, "1/N": None}
 WAYS = {"exact": {"backward": "stored"}, "paper": {"reverse": "paper"}, "tuned": {}}
 
 
-@dataclass
-class Training:
-    """One run."""
-
+@dataclass(frozen=True)
+class Job:
     step: str
     way: str
     seed: int
+    recipe: trainer.Recipe
+    data: Path | None
+    device: str
+
+
+@dataclass
+class Training:
+    """What became of a job."""
+
+    job: Job
     losses: list[float]
     test_error: float
     gradient_errors: list[Observation]
     setting: str
     failed: str | None
+
+
+Runs = dict[tuple[str, str], list[Training]]
+"""By step and way; one for each seed."""
 
 
 def make(images: Data, step: float | None) -> tuple[ResNet, rk.ConvStage]:
@@ -56,30 +70,24 @@ def make(images: Data, step: float | None) -> tuple[ResNet, rk.ConvStage]:
     return model, model.layers[2].stage
 
 
-def train(
-    images: Data, recipe: trainer.Recipe, step: str, way: str, seed: int, device: str
-) -> Training:
-    torch.manual_seed(seed)
-    model, stage = make(images, STEPS[step])
-    model.to(device)
-    if way == "tuned":
-        x, _ = next(images.train.batches(recipe.batch, torch.Generator().manual_seed(seed)))
-        seen = rk.input_of(stage, lambda: model(x.to(device)))
+def train_one(job: Job) -> Training:
+    torch.manual_seed(job.seed)
+    images = data.load(job.data)
+    model, stage = make(images, STEPS[job.step])
+    model.to(job.device)
+    if job.way == "tuned":
+        first = images.train.batches(job.recipe.batch, torch.Generator().manual_seed(job.seed))
+        x, _ = next(first)
+        seen = rk.input_of(stage, lambda: model(x.to(job.device)))
         report = rk.tune(stage, seen.x, max_gradient_error=BOUND, seconds=0)
         setting = str(report.recommended.setting)
     else:
-        stage.configure(backward="adjoint")
-        stage.configure(**WAYS[way])
-        setting = way
+        stage.configure(**{"backward": "adjoint", **WAYS[job.way]})
+        setting = job.way
     with warnings.catch_warnings(), rk.monitor(stage, every=20) as watching:
         warnings.simplefilter("ignore", rk.GradientErrorWarning)
-        description = f"{step}, {way}, seed {seed}"
-        history = trainer.train(
-            model, images, recipe, seed=seed, device=device, description=description
-        )
-    return Training(
-        step, way, seed, history.losses, history.error, watching.history, setting, history.failed
-    )
+        history = trainer.train(model, images, job.recipe, seed=job.seed, device=job.device)
+    return Training(job, history.losses, history.error, watching.history, setting, history.failed)
 
 
 def median_curve(runs: list[list[float]]) -> list[float]:
@@ -99,18 +107,22 @@ def run(options: Options) -> Result:
     if images.name == "digits":
         recipe = replace(recipe, epochs=2 if options.quick else 8)
     seeds = range(options.seeds or (1 if options.quick else 3))
-    runs = {
-        (step, way): [train(images, recipe, step, way, s, options.device) for s in seeds]
+    jobs = [
+        Job(step, way, seed, recipe, options.data, options.device)
+        for way in reversed(WAYS)  # tuning takes longest
         for step in STEPS
-        for way in WAYS
-    }
+        for seed in seeds
+    ]
+    runs: Runs = {(step, way): [] for step in STEPS for way in WAYS}
+    for one in side_by_side(train_one, jobs, "figure 3 (b)", options.device):
+        runs[one.job.step, one.job.way].append(one)
     return Result(
         title="Figure 3 (b): failure at usual depth, and its repair",
         rows=[
             {
                 "step": step,
                 "way": way,
-                "seed": one.seed,
+                "seed": one.job.seed,
                 "setting": one.setting,
                 "iteration": i,
                 "loss": loss,
@@ -133,9 +145,6 @@ def run(options: Options) -> Result:
             "the classical rule, whose updates are 23 times as large.",
         ],
     )
-
-
-Runs = dict[tuple[str, str], list[Training]]
 
 
 def worst_error(runs: list[Training]) -> float:

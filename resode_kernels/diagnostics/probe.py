@@ -91,8 +91,9 @@ class Probe:
 
     @contextmanager
     def untouched(self, **options: Any) -> Iterator[Mapping[str, Tensor]]:
-        """Inside, ``options`` are set (and explosions do not raise) and what the stage does to itself is forgotten afterwards.
-        Gives the aliases that stand in for its trainable parameters, by name."""
+        """Inside, ``options`` are set, explosions do not raise, and what the stage does to itself
+        is forgotten afterwards. Gives the aliases that stand in for its trainable parameters, by
+        name."""
         stage, how = self.stage, self.stage.how
         parameters, slots = trainable([stage])
         aliases = [nn.Parameter(p.detach()) for p in parameters]

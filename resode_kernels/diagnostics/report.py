@@ -192,6 +192,7 @@ def _plain(m: Measurement) -> dict[str, Any]:
         "gradient_error": m.gradient.error,
         "gradient_cosine": m.gradient.cosine,
         "input_error": m.input.error,
+        "nearby_error": m.nearby,
         "memory": m.memory,
         "seconds": m.seconds,
     }

@@ -82,7 +82,7 @@ class Measurement:
 
     setting: Setting
     gradient: GradientError
-    """Of all parameter gradients together; of the recommended setting the worst that was seen."""
+    """Of all parameter gradients together."""
     input: GradientError
     """Of the gradient that goes on to what is before the stage."""
     memory: int
@@ -92,10 +92,13 @@ class Measurement:
     """Of a training step, forward and backward. Anchors do not change it: the median of all
     measurements of the rule and order."""
 
+    nearby: float = 0.0
+    """The largest error of either at inputs nearby, if they were looked at."""
+
     @property
     def error(self) -> float:
-        """The larger of the two."""
-        return max(self.gradient.error, self.input.error)
+        """The largest of all."""
+        return max(self.gradient.error, self.input.error, self.nearby)
 
 
 def measure(
@@ -208,7 +211,7 @@ def choose(
 ) -> Measurement:
     """The cheapest setting that also keeps to the bound at inputs nearby: a kink of f (relu's, say)
     that lies between a state and its reconstruction spoils a gradient, and whether one does is a
-    matter of luck. Notes in ``measurements`` the worst that it found."""
+    matter of luck. Notes in ``measurements`` what it found."""
     nearby = [probe.nearby(seed) for seed in range(NEARBY)]
     confirmed: set[Setting] = set()
     while True:
@@ -216,17 +219,13 @@ def choose(
         if best.setting == CHECKPOINT or best.setting in confirmed:
             return best
         confirmed.add(best.setting)
+        worst = 0.0
         for other in nearby:
             cotangent = other.cotangent(loss)
             exact = other.gradients(cotangent, **CHECKPOINT._asdict())
-            gradient, of_input = errors(other, cotangent, exact, best.setting)
-            worse = replace(
-                best,
-                gradient=max(best.gradient, gradient, key=lambda e: e.error),
-                input=max(best.input, of_input, key=lambda e: e.error),
-            )
-            measurements[measurements.index(best)] = worse
-            best = worse
+            found = errors(other, cotangent, exact, best.setting)
+            worst = max(worst, *(e.error for e in found))
+        measurements[measurements.index(best)] = replace(best, nearby=worst)
 
 
 def cheapest(measurements: Sequence[Measurement], max_gradient_error: float) -> Measurement:
