@@ -151,7 +151,7 @@ def run(options: Options) -> Result:
             f"{len(untied['1'])} seeds, medians. Not finite, and counted as guessing: "
             f"{failed['1/N']} trainings with 1/N, {failed['1']} without.",
             f"The untied networks end at a training loss of {last_loss('1/N'):.2g} with 1/N, "
-            f"{last_loss('1'):.2g} without: where these differ much, the network with the larger one "
+            f"{last_loss('1'):.2g} without: if these differ much, the network with the larger one "
             "has not learned its training images yet.",
         ],
         table(untied, data.name),
