@@ -164,6 +164,14 @@ def test_training_pictures_repeat_with_the_seed_whoever_opens_them(
     assert {tuple(epoch(seed)[1].tolist()) for seed in range(4)} != {tuple(labels.tolist())}
 
 
+def test_a_picture_is_augmented_by_its_own_seed(tmp_path: Path) -> None:
+    path = tmp_path / "noise.JPEG"
+    Image.effect_noise((300, 300), 80).save(path)
+    same, again, other = (data.Opened([(path, 0)], [seed])[0][0] for seed in (1, 1, 2))
+    assert torch.equal(same, again)
+    assert not torch.equal(same, other)
+
+
 def test_random_crops_show_a_part_of_the_picture_in_its_proportions() -> None:
     # Red grows with the column and green with the row, so that colours tell where a pixel was.
     columns, rows = np.meshgrid(np.arange(256), np.arange(256))

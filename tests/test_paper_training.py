@@ -98,7 +98,7 @@ def test_a_training_that_cannot_go_on_counts_as_guessing(where: str) -> None:
             return y
 
         def fail(self, gradient: Tensor) -> None:
-            raise RuntimeError("state x[3] is not finite")
+            raise rk.NonFiniteReconstructionError("state x[3] is not finite")
 
     history = trainer.train(Failing(), data.digits(200), TINY)
     assert len(history.losses) == 3

@@ -149,10 +149,10 @@ def run(options: Options) -> Result:
             + (" with a sixteenth of the usual channels" if options.data is None else "")
             + f", {recipe.epochs} epochs of batches of {recipe.batch}, "
             f"{len(untied['1'])} seeds, medians. Not finite, and counted as guessing: "
-            f"{failed['1/N']} trainings with 1/N, {failed['1']} without. In few steps the "
-            "classical rule falls behind even with untied weights: it has not learned the training "
-            f"images yet (median of the last losses {last_loss('1'):.2g}, with 1/N "
-            f"{last_loss('1/N'):.2g})."
+            f"{failed['1/N']} trainings with 1/N, {failed['1']} without.",
+            f"The untied networks end at a training loss of {last_loss('1/N'):.2g} with 1/N, "
+            f"{last_loss('1'):.2g} without: if these differ much, the network with the larger one "
+            "has not learned its training images yet.",
         ],
         table(untied, data.name),
     )

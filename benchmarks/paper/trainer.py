@@ -13,6 +13,8 @@ from torch import Generator, nn
 from torch.optim import SGD
 from tqdm import tqdm
 
+import resode_kernels as rk
+
 
 @dataclass(frozen=True)
 class Recipe:
@@ -140,7 +142,7 @@ def _backward(loss: torch.Tensor) -> str | None:
         return f"the loss is {loss.item()}"
     try:
         loss.backward()
-    except RuntimeError as error:
+    except rk.NonFiniteReconstructionError as error:
         return str(error)
     return None
 
