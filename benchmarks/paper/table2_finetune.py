@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from data import Data, Images, load
+from data import Data, load, noisy
 from experiment import COLOURS, Options, Result, Verdict, depth_axis, main, panels
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -133,22 +133,6 @@ def quick(setting: Setting) -> Setting:
         pretraining=replace(setting.pretraining, epochs=QUICK["pretraining"]),
         refinement=replace(setting.refinement, epochs=QUICK["refinement"]),
     )
-
-
-def noisy(data: Data, deviation: float, copies: int = 4) -> Data:
-    """Training images get other noise whenever they are used, every test image ``copies`` times."""
-
-    def add(pixels: Tensor, generator: Generator) -> Tensor:
-        return pixels + deviation * torch.randn(pixels.shape, generator=generator)
-
-    assert isinstance(data.train, Images)
-    assert isinstance(data.test, Images)
-    test = replace(
-        data.test,
-        pixels=add(data.test.pixels.repeat(copies, 1, 1, 1), Generator().manual_seed(0)),
-        labels=data.test.labels.repeat(copies),
-    )
-    return replace(data, train=replace(data.train, augment=add), test=test)
 
 
 # --------------------------------------------------------------------------------------- one seed
