@@ -28,12 +28,6 @@ from resode_kernels.diagnostics import Observation
 from resode_kernels.models import ResNet, resnet101
 
 BOUND = 1e-2
-NOISE = 6
-"""On digits, of which pixels go from 0 to 16."""
-CHOSEN = (
-    f"Images have noise of {NOISE}/16 of the pixels' range, which was chosen for this figure: on "
-    "clean digits the paper's rule only learns more slowly, and ends at the same test error."
-)
 STEPS = {"classical": 1.0, "1/N": None}
 """x + f(x), and x + f(x)/N."""
 WAYS = {"exact": {"backward": "stored"}, "paper": {"reverse": "paper"}, "tuned": {}}
@@ -65,12 +59,6 @@ Runs = dict[tuple[str, str], list[Training]]
 """By step and way; one for each seed."""
 
 
-def load(directory: Path | None) -> Data:
-    """Clean digits are learned with almost any gradients; noise leaves room for a difference."""
-    images = data.load(directory)
-    return images if directory else data.noisy(images, NOISE)
-
-
 def make(images: Data, step: float | None) -> tuple[ResNet, rk.ConvStage]:
     """The network, and the stage of it that is trained in different ways."""
     exact: dict[str, Any] = {"step": step, "backward": "stored"}
@@ -84,7 +72,7 @@ def make(images: Data, step: float | None) -> tuple[ResNet, rk.ConvStage]:
 
 def train_one(job: Job) -> Training:
     torch.manual_seed(job.seed)
-    images = load(job.data)
+    images = data.load(job.data)
     model, stage = make(images, STEPS[job.step])
     model.to(job.device)
     if job.way == "tuned":
@@ -114,7 +102,7 @@ def smooth(values: list[float], width: int = 10) -> list[float]:
 
 
 def run(options: Options) -> Result:
-    images = load(options.data)
+    images = data.load(options.data)
     recipe = trainer.TRAINING[images.name]
     if images.name == "digits":
         recipe = replace(recipe, epochs=2 if options.quick else 8)
@@ -152,10 +140,10 @@ def run(options: Options) -> Result:
             f"{images.name}, a stage of {'22' if options.data else '23'} bottleneck blocks with "
             f"batch norm and relu, {recipe.epochs} epochs, {len(seeds)} seed(s), medians. The "
             "other layers have exact gradients, as in the paper.",
-            "With the factor 1/N gradients of the paper's rule are off by some per cent, and "
-            "digits are easy enough to be learned all the same. The failure is that of the "
-            "classical rule, x + f(x), whose updates are 23 times as large.",
-            *([] if options.data else [CHOSEN]),
+            "Digits are no ImageNet: gradients that are wrong in all but the last blocks, which "
+            "are near enough to the output, make training slower, and do not keep the network from "
+            "learning ten classes of 8 × 8 pixels in the end. With the factor 1/N the errors of "
+            "the paper's rule are some per cent and do no harm here.",
         ],
     )
 
@@ -183,13 +171,19 @@ def verdicts(runs: Runs) -> list[Verdict]:
         for one, two in zip(exact, tuned, strict=True)
         for a, b in zip(smooth(one.losses), smooth(two.losses), strict=False)
     )
+    spread = max(one.test_error for one in exact) - min(one.test_error for one in exact)
     result = [
         Verdict(
-            "at usual depth the paper's rule fails: it trains worse than exact backprop",
-            final["paper"] > 1.3 * final["exact"] and test_error(paper) > test_error(exact),
+            "at usual depth the paper's rule falls behind exact backprop in training",
+            final["paper"] > 1.3 * final["exact"],
             f"gradients off by {median_error(paper):.0%}; last training loss {final['paper']:.3f} "
-            f"against {final['exact']:.3f}, test error {test_error(paper):.1%} against "
-            f"{test_error(exact):.1%}",
+            f"against {final['exact']:.3f}",
+        ),
+        Verdict(
+            "it fails for good, as ResNet-101 does on ImageNet",
+            test_error(paper) > test_error(exact) + spread,
+            f"test error {test_error(paper):.1%} against {test_error(exact):.1%}, of which seeds "
+            f"differ by {spread:.1%}",
         ),
         Verdict(
             "tuned, the same network trains like exact backprop",
