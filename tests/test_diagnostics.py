@@ -15,6 +15,7 @@ from torch import Tensor, nn
 import resode_kernels as rk
 from resode_kernels.diagnostics.constants import spectral_norm
 from resode_kernels.diagnostics.probe import Probe
+from resode_kernels.diagnostics.settings import memory
 from resode_kernels.diagnostics.trajectory import ProbedBlock
 
 SETTINGS = [rk.Setting("adjoint", "paper", 1), rk.Setting("adjoint", "refined", 2, 3)]
@@ -341,6 +342,34 @@ def test_memory_grows_with_anchors_and_stays_below_standard_backprop() -> None:
     none, eight = (found[rk.Setting("adjoint", "refined", 1, k)] for k in (None, 8))
     assert eight - none == 7 * x.nbytes
     assert none < found[rk.Setting("checkpoint")] < found[rk.Setting("stored")]
+
+
+@pytest.mark.parametrize(
+    ("kind", "low", "high"), [("mlp", 0.85, 1.2), ("conv", 0.4, 1.1), ("modules", 0.65, 1.1)]
+)
+def test_memory_is_near_what_is_allocated(kind: str, low: float, high: float) -> None:
+    """Kernels for convolutions have scratch of their own, which is not counted."""
+    if kind == "mlp":
+        stage: rk.Stage = rk.MLPStage(48, 48, 64)
+    elif kind == "conv":
+        stage = rk.ConvStage(16, 36)
+    else:
+        blocks = [nn.Sequential(nn.Linear(48, 96), nn.GELU(), nn.Linear(96, 48)) for _ in range(36)]
+        stage = rk.ResidualStage(blocks)
+    x = torch.randn(32, 16, 12, 12) if kind == "conv" else torch.randn(2048, 48)
+    probe = Probe(stage, x)
+    cotangent = probe.cotangent(None)
+    parameters = sum(p.nbytes for p in stage.parameters())
+    for setting in (*SETTINGS, rk.Setting("checkpoint"), rk.Setting("stored")):
+        options = setting._asdict()
+        with torch.profiler.profile(profile_memory=True) as profile:
+            probe.gradients(cotangent, **options)
+        total = most = 0
+        for event in sorted(profile.profiler.kineto_results.events(), key=lambda e: e.start_ns()):
+            if event.name() == "[memory]":
+                total += event.nbytes()
+                most = max(most, total)
+        assert low < memory(probe, setting) / (most - parameters) < high, setting
 
 
 def test_explosions_are_reported_not_hidden() -> None:

@@ -31,6 +31,7 @@ RULES = (
 MARGIN = 2.0
 """A setting is trusted with a bound if it stays below it by this factor: other batches differ."""
 NEARBY = 3
+"""How many inputs nearby a setting has to prove itself at."""
 MAX_TURNS = 20
 ALIKE = 1.05
 """Times whose ratio is below this are the same."""
@@ -61,7 +62,8 @@ class Setting(NamedTuple):
         if self.backward == "checkpoint":
             every = f" every {self.anchor_every}" if self.anchor_every else ""
             return f"checkpoint{every}"
-        rule = self.reverse if self.reverse == "paper" else f"{self.reverse} {self.order}"
+        order = self.order or DEFAULT_ORDER[self.reverse]
+        rule = self.reverse if self.reverse == "paper" else f"{self.reverse} {order}"
         return f"{rule}, anchors every {self.anchor_every}" if self.anchor_every else rule
 
 
@@ -87,11 +89,11 @@ class Measurement:
     """Of the gradient that goes on to what is before the stage."""
     memory: int
     """Bytes of states and activations in use at the worst moment of a step, parameters and their
-    gradients aside. What autograd holds between the passes is measured, the rest counted."""
+    gradients aside. What autograd holds between the passes is measured, the rest counted; the
+    scratch of kernels and temporaries inside of a block are not."""
     seconds: float
     """Of a training step, forward and backward. Anchors do not change it: the median of all
     measurements of the rule and order."""
-
     nearby: float = 0.0
     """The largest error of either at inputs nearby, if they were looked at."""
 

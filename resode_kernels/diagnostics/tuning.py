@@ -5,13 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from torch import Tensor
-
 from ..replay import State, parts
 from ..stages import Stage
 from . import constants
 from .gradients import compare
-from .probe import Gradients, Loss, Probe
+from .probe import Loss, Probe
 from .report import Bound, Report
 from .settings import (
     CHECKPOINT,
@@ -57,12 +55,11 @@ def diagnose(
     setting = Setting.of(stage.how)
     gradients = probe.gradients(cotangent, **setting._asdict())
 
-    compared = [*(candidates(stage.depth) if settings is None else settings), CHECKPOINT]
-    if settings is None and stored_fits(probe, memory(probe, CHECKPOINT)):
-        compared.append(STORED)
-    if setting not in compared:
-        compared.insert(0, setting)
-    measurements = measure(probe, cotangent, exact, compared, seconds, _progress)
+    asked = candidates(stage.depth) if settings is None else list(settings)
+    own = [] if setting in asked else [setting]
+    stored = [STORED] if stored_fits(probe, memory(probe, CHECKPOINT)) else []
+    compared = dict.fromkeys([*own, *asked, CHECKPOINT, *(stored if settings is None else [])])
+    measurements = measure(probe, cotangent, exact, list(compared), seconds, _progress)
     recommended = choose(probe, loss, measurements, max_gradient_error)
 
     with probe.untouched():
@@ -87,7 +84,9 @@ def diagnose(
         },
         blocks=[
             compare(mine, true)
-            for mine, true in zip(*(_by_block(stage, g) for g in (gradients, exact)), strict=True)
+            for mine, true in zip(
+                *(stage.by_block(g.parameters) for g in (gradients, exact)), strict=True
+            )
         ],
         constants=found,
         bound=Bound(
@@ -124,10 +123,6 @@ def tune(
     report = diagnose(stage, x, loss, max_gradient_error=max_gradient_error, **more)
     stage.configure(**report.recommended.setting._asdict())
     return report
-
-
-def _by_block(stage: Stage, gradients: Gradients) -> list[list[Tensor]]:
-    return stage.by_block(gradients.parameters)
 
 
 def _progress(settings: Iterable[Any]) -> Iterable[Any]:
