@@ -29,15 +29,13 @@ BACKENDS = [pytest.param("cpp", marks=pytest.mark.needs_cpp), "reference", "cuda
 # Who runs which blocks. On GPUs conv runs layer by layer, alike by CUDA's and Triton's kernels, of
 # which the interpreter is slow.
 KINDS = [
-    *(
-        pytest.param(("cpp", block), marks=pytest.mark.needs_cpp)
-        for block in ("relu", "linear", "conv")
-    ),
+    *(("cpp", block) for block in ("relu", "linear", "conv")),
     *(("reference", block) for block in ("relu", "conv", "modules")),
     *(("cuda", block) for block in ("relu", "linear", "conv")),
     ("triton", "relu"),
     ("triton", "linear"),
 ]
+NEEDS = {"cpp": [pytest.mark.needs_cpp]}
 RECONSTRUCTING = [*RULES[:6], *({**rule, "anchor_every": 5} for rule in RULES[:5])]
 LARGEST = torch.finfo(torch.float32).max
 DEPTH, ROWS = 8, 5
@@ -64,7 +62,9 @@ def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     return str(request.param)
 
 
-@pytest.fixture(params=KINDS, ids="-".join)
+@pytest.fixture(
+    params=[pytest.param(kind, marks=NEEDS.get(kind[0], [])) for kind in KINDS], ids="-".join
+)
 def kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     backend, block = request.param
     available(backend, monkeypatch)
@@ -185,11 +185,19 @@ def silence() -> Iterator[None]:
 # ------------------------------------------------------------------------------ the layer's number
 
 
+# In Triton's interpreter, which is slow, one rule without and one with anchors.
+NAMED = [
+    pytest.param(
+        kind, options, id=f"{'-'.join(kind)}-{name(options)}", marks=NEEDS.get(kind[0], [])
+    )
+    for kind in KINDS
+    for options in RECONSTRUCTING[:: len(RECONSTRUCTING) - 1 if kind[0] == "triton" else 1]
+]
+
+
 @pytest.mark.parametrize("scheme", ["euler", "heun"])
-@pytest.mark.parametrize("options", RECONSTRUCTING, ids=name)
+@pytest.mark.parametrize(("kind", "options"), NAMED, indirect=["kind"])
 def test_the_layer_is_named(options: dict[str, Any], scheme: str, kind: dict[str, str]) -> None:
-    if kind["backend"] == "triton" and options not in (RECONSTRUCTING[0], RECONSTRUCTING[-1]):
-        pytest.skip("for Triton's interpreter one rule without and one with anchors are enough")
     stage = exploding(**kind, scheme=scheme, **options)
     with raises(exploded_at(stage)):
         backward(stage, inputs(**kind))
