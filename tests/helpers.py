@@ -446,3 +446,15 @@ def assert_error(
     a rounding of the result."""
     allowed = max(factor * relative_error(pytorch, exact), torch.finfo(dtype).eps / 2)
     assert relative_error(kernel, exact) <= allowed, label
+
+
+def peak_allocation(step: Callable[[], Any]) -> int:
+    """Bytes that torch has allocated at the worst moment of a step, those before it aside."""
+    with torch.profiler.profile(profile_memory=True) as profile:
+        step()
+    total = most = 0
+    for event in sorted(profile.profiler.kineto_results.events(), key=lambda e: e.start_ns()):
+        if event.name() == "[memory]":
+            total += event.nbytes()
+            most = max(most, total)
+    return most

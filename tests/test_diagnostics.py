@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import math
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from helpers import peak_allocation
 from torch import Tensor, nn
 
 import resode_kernels as rk
@@ -361,14 +363,7 @@ def test_memory_is_near_what_is_allocated(kind: str, low: float, high: float) ->
     cotangent = probe.cotangent(None)
     parameters = sum(p.nbytes for p in stage.parameters())
     for setting in (*SETTINGS, rk.Setting("checkpoint"), rk.Setting("stored")):
-        options = setting._asdict()
-        with torch.profiler.profile(profile_memory=True) as profile:
-            probe.gradients(cotangent, **options)
-        total = most = 0
-        for event in sorted(profile.profiler.kineto_results.events(), key=lambda e: e.start_ns()):
-            if event.name() == "[memory]":
-                total += event.nbytes()
-                most = max(most, total)
+        most = peak_allocation(partial(probe.gradients, cotangent, **setting._asdict()))
         assert low < memory(probe, setting) / (most - parameters) < high, setting
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers import peak_allocation
 from torch import nn
 
 import resode_kernels as rk
@@ -95,13 +96,7 @@ def test_live_memory_does_not_grow_with_depth(
         else:
             stage = rk.ResidualStage([block(DIM) for _ in range(count)], scheme=scheme, **options)
             x = torch.randn(ROWS, DIM, requires_grad=True)
-        with torch.profiler.profile(profile_memory=True) as profile:
-            stage(x).sum().backward()
-        total = most = 0
-        for event in sorted(profile.profiler.kineto_results.events(), key=lambda e: e.start_ns()):
-            if event.name() == "[memory]":
-                total += event.nbytes()
-                most = max(most, total)
+        most = peak_allocation(lambda: stage(x).sum().backward())
         return most - sum(p.grad.nbytes for p in stage.parameters())
 
     assert peak(40) <= 1.02 * peak(10)

@@ -14,13 +14,11 @@ estimates from below.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from .. import reference
 from ..replay import like, parts
@@ -76,13 +74,8 @@ def step_of_weights(stage: Stage) -> list[tuple[float, float]]:
     if len(shapes) > 1 or not blocks[0]:
         return []
     return [
-        (_norm([b - a for a, b in zip(one, two, strict=True)]), _norm(one))
-        for one, two in pairwise(blocks)
+        (norm(minus(tuple(two), tuple(one))), norm(tuple(one))) for one, two in pairwise(blocks)
     ]
-
-
-def _norm(tensors: Sequence[Tensor]) -> float:
-    return norm(tuple(tensors))
 
 
 @dataclass(frozen=True)

@@ -70,17 +70,16 @@ def _gradients(axes: Any, report: Report) -> None:
 def _settings(axes: Any, report: Report) -> None:
     unit = report.of(CHECKPOINT)
     adjoint = [m for m in report.settings if m.setting.backward == "adjoint"]
-    for rule, order in dict.fromkeys((m.setting.reverse, m.setting.order or 1) for m in adjoint):
-        mine = [m for m in adjoint if (m.setting.reverse, m.setting.order or 1) == (rule, order)]
+    for work in dict.fromkeys(m.setting.work for m in adjoint):
+        mine = [m for m in adjoint if m.setting.work == work]
         axes.plot(
             [m.memory / unit.memory for m in mine],
             _drawable([m.error for m in mine]),
-            color=COLOURS[rule],
-            marker=MARKERS.get(order, "D"),
+            color=COLOURS[work.reverse],
+            marker=MARKERS.get(work.order or 1, "D"),
             markersize=6,
             linewidth=1,
-            label=f"{rule if rule == 'paper' else f'{rule} {order}'}: "
-            f"{mine[0].seconds / unit.seconds:.2f} × time",
+            label=f"{work}: {mine[0].seconds / unit.seconds:.2f} × time",
         )
     best = report.recommended
     if best.setting not in (CHECKPOINT, STORED):

@@ -8,7 +8,12 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from .trajectory import relative
+
+def relative(distance: float, size: float) -> float:
+    """distance / size; not finite, or not zero where size is: infinitely far."""
+    if distance == 0:
+        return 0.0
+    return distance / size if math.isfinite(distance) and size > 0 else math.inf
 
 
 class GradientError(NamedTuple):

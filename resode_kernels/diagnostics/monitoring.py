@@ -11,7 +11,6 @@ import torch
 from ..options import positive_int
 from ..replay import like, parts
 from ..stages import Stage
-from .gradients import compare
 from .probe import Probe
 from .settings import CHECKPOINT
 
@@ -82,12 +81,7 @@ class Monitor:
 
     def _observe(self, call: int, probe: Probe, cotangent: Any) -> None:
         exact = probe.gradients(cotangent, **CHECKPOINT._asdict())
-        mine = probe.gradients(cotangent)
-        found = [
-            compare(mine.parameters.values(), exact.parameters.values()),
-            compare(mine.x, exact.x),
-        ]
-        worst = max(found, key=lambda e: e.error)
+        worst = max(probe.gradients(cotangent).errors(exact), key=lambda e: e.error)
         self.history.append(Observation(call, worst.error, worst.cosine))
         if not worst.error <= self.max_gradient_error:
             warnings.warn(

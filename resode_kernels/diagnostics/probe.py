@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_map_only
 from ..replay import State, Surroundings, in_stream, is_sharded, like, parts
 from ..residual import standing_in, trainable
 from ..stages import Stage
+from .gradients import GradientError, compare
 
 Loss = Callable[[Any], Tensor]
 
@@ -55,6 +56,13 @@ class Gradients(NamedTuple):
     """By name; only those that require grad."""
     x: tuple[Tensor, ...]
     """Of the stage's input, part by part."""
+
+    def errors(self, exact: Gradients) -> tuple[GradientError, GradientError]:
+        """Of all parameter gradients together, and of the input's."""
+        return (
+            compare(self.parameters.values(), exact.parameters.values()),
+            compare(self.x, exact.x),
+        )
 
 
 class Probe:

@@ -16,7 +16,7 @@ import torch
 from ..options import DEFAULT_ORDER, How, Method
 from ..replay import State, in_stream, parts
 from ..stages import StackedStage
-from .gradients import GradientError, compare
+from .gradients import GradientError
 from .probe import Gradients, Loss, Probe, saved_bytes
 
 RULES = (
@@ -127,12 +127,8 @@ def measure(
 def errors(
     probe: Probe, cotangent: State, exact: Gradients, setting: Setting
 ) -> tuple[GradientError, GradientError]:
-    """Of all parameter gradients together, and of the input's."""
-    mine = probe.gradients(cotangent, **setting._asdict())
-    return (
-        compare(mine.parameters.values(), exact.parameters.values()),
-        compare(mine.x, exact.x),
-    )
+    """Of a setting's gradients: see ``Gradients.errors``."""
+    return probe.gradients(cotangent, **setting._asdict()).errors(exact)
 
 
 def _times(

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from .. import reference
 from ..replay import in_stream, like, parts
+from .gradients import relative
 from .probe import Probe
 
 
@@ -23,13 +24,6 @@ def norm(x: Any) -> float:
 
 def minus(x: Any, y: Any) -> Any:
     return reference.combine(x, (-1, y))
-
-
-def relative(distance: float, size: float) -> float:
-    """distance / size; not finite, or not zero where size is: infinitely far."""
-    if distance == 0:
-        return 0.0
-    return distance / size if math.isfinite(distance) and size > 0 else math.inf
 
 
 class ProbedBlock(reference.Block):

@@ -54,6 +54,7 @@ def diagnose(
     exact = probe.gradients(cotangent, **CHECKPOINT._asdict())
     setting = Setting.of(stage.how)
     gradients = probe.gradients(cotangent, **setting._asdict())
+    gradient, input_gradient = gradients.errors(exact)
 
     asked = candidates(stage.depth) if settings is None else list(settings)
     own = [] if setting in asked else [setting]
@@ -77,8 +78,8 @@ def diagnose(
         step=stage.how.method(stage.depth).step,
         setting=setting,
         layers=layers,
-        gradient=compare(gradients.parameters.values(), exact.parameters.values()),
-        input_gradient=compare(gradients.x, exact.x),
+        gradient=gradient,
+        input_gradient=input_gradient,
         parameters={
             name: compare([gradients.parameters[name]], [g]) for name, g in exact.parameters.items()
         },
