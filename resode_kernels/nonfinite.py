@@ -55,8 +55,7 @@ class Extremes:
     def watch(self, n: int, p: State, _: Any) -> None:
         for part, (low, high) in zip(parts(p), self.of, strict=True):
             if part.numel():
-                torch.amin(part, dim=(), out=low[n])
-                torch.amax(part, dim=(), out=high[n])
+                torch.aminmax(part, out=(low[n], high[n]))
 
     def last(self) -> int:
         """The largest n whose point is not finite; −1: all are."""
