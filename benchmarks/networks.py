@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, ClassVar
 
 import torch
@@ -18,11 +19,14 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import resode_kernels as rk
+from plain_adjoint import plain_adjoint
 
 STANDARD = "standard backprop"
 CHANNELS_LAST = "standard, channels last"
+COMPILED = "standard, torch.compile"
 PER_BLOCK = "checkpoint, per block"
 CHECKPOINT = "checkpoint, √N segments"
+PLAIN = "paper's rule in plain PyTorch"
 RULES = ("paper", "refined", "predicted")
 WEIGHTS = ("independent", "smooth", "tied")
 
@@ -48,6 +52,10 @@ class Config:
         return self.weights == "tied"
 
 
+Layer = list[Tensor] | nn.Module
+"""A block in the plain loop: its parameters, or a module."""
+
+
 class Network:
     """A network as a stage and as the plain PyTorch loop that anyone would write, with the same
     numbers in both. A kind of network says what its stage is and what f its loop calls."""
@@ -61,7 +69,9 @@ class Network:
     step of an untied Euler stage."""
     depths: tuple[int, ...] = (4, 16, 64, 256, 1024)
     """To measure by default, as is what follows."""
-    hidden_factor = 1
+    hidden_factor: float = 1
+    compiled_length = 16
+    """Steps that ``torch.compile`` is given at a time."""
     batch, size, activation = 1024, 1, "tanh"
 
     stage: rk.Stage
@@ -71,9 +81,14 @@ class Network:
     def __init__(self, config: Config) -> None:
         self.config = config
         self.output: Tensor | None = None
+        self._walk_compiled: Callable[[list[Layer], Tensor], Tensor] | None = None
 
-    def f(self, n: int, x: Tensor) -> Tensor:
-        """Block n in the plain loop."""
+    def layers_of(self, x: Tensor) -> Sequence[Layer]:
+        """The blocks as the plain loop has them for a state like x; tied: one."""
+        raise NotImplementedError
+
+    def block(self, layer: Layer, x: Tensor) -> Tensor:
+        """f in the plain loop."""
         raise NotImplementedError
 
     def product_flops(self) -> float:
@@ -97,14 +112,16 @@ class Network:
     def training_steps(self) -> dict[str, Callable[[], None]]:
         depth = self.config.depth
         steps = {
-            STANDARD: lambda: self._train(lambda x: self.steps(0, depth, x)),
-            PER_BLOCK: lambda: self._train(lambda x: self._checkpointed(1, x)),
-            CHECKPOINT: lambda: self._train(
+            STANDARD: lambda: self.train(lambda x: self.steps(0, depth, x)),
+            COMPILED: lambda: self.train(self._compiled),
+            PER_BLOCK: lambda: self.train(lambda x: self._checkpointed(1, x)),
+            CHECKPOINT: lambda: self.train(
                 lambda x: self._checkpointed(math.ceil(math.sqrt(depth)), x)
             ),
+            PLAIN: lambda: self.train(self._plain_adjoint),
         }
         for rule in RULES:
-            steps[rule] = lambda rule=rule: self._train(self.stage.configure(reverse=rule))
+            steps[rule] = lambda rule=rule: self.train(self.stage.configure(reverse=rule))
         return steps
 
     def unit(self, seconds: dict[str, float]) -> float:
@@ -117,13 +134,36 @@ class Network:
         for p in self.parameters():
             p.grad = None
 
-    def _train(
+    def train(
         self, forward: Callable[[Tensor], Tensor], x: Tensor | None = None, g: Tensor | None = None
     ) -> None:
+        """A training step with ``forward`` as the network."""
         x = (self.x if x is None else x).detach().requires_grad_()
         y = forward(x)
         self.output = y.detach()
         y.backward(self.cotangent if g is None else g)
+
+    def steps(self, begin: int, end: int, x: Tensor) -> Tensor:
+        """The plain loop, from x[begin] = x to x[end]."""
+        return self.walk(self.layers_between(begin, end, x), x)
+
+    def layers_between(self, begin: int, end: int, x: Tensor) -> list[Layer]:
+        """Those of the steps from x[begin] = x to x[end]."""
+        blocks = rk.How(scheme=self.config.scheme).blocks(end - begin)
+        layers = self.layers_of(x)
+        return [layers[0 if self.config.tied else n] for n in range(begin, begin + blocks)]
+
+    def walk(self, layers: Sequence[Layer], x: Tensor) -> Tensor:
+        h = 1 / self.config.depth
+        if self.config.scheme == "euler":
+            for layer in layers:
+                x = torch.add(x, self.block(layer, x), alpha=h)
+            return x
+        for layer, following in pairwise(layers):
+            a = self.block(layer, x)
+            a = (a + self.block(following, torch.add(x, a, alpha=h))) * 0.5
+            x = torch.add(x, a, alpha=h)
+        return x
 
     def _checkpointed(self, length: int, x: Tensor) -> Tensor:
         for begin in range(0, self.config.depth, length):
@@ -131,15 +171,21 @@ class Network:
             x = checkpoint(self.steps, begin, end, x, use_reentrant=False)
         return x
 
-    def steps(self, begin: int, end: int, x: Tensor) -> Tensor:
-        """The plain loop, from x[begin] = x to x[end]."""
-        h = 1 / self.config.depth
-        for n in range(begin, end):
-            a = self.f(n, x)
-            if self.config.scheme == "heun":
-                a = (a + self.f(n + 1, torch.add(x, a, alpha=h))) * 0.5
-            x = torch.add(x, a, alpha=h)
+    def _compiled(self, x: Tensor) -> Tensor:
+        """The plain loop in compiled segments: one compilation, of a function of the layers' own
+        parameters, serves all of them. Compiling a deep loop whole takes minutes, and single blocks
+        of a small network, compiled, are slower than eager ones."""
+        if self._walk_compiled is None:
+            torch._dynamo.reset()  # the code of other networks is not searched for this one's
+            self._walk_compiled = torch.compile(self.walk, fullgraph=True, dynamic=False)
+        for begin in range(0, self.config.depth, self.compiled_length):
+            end = min(begin + self.compiled_length, self.config.depth)
+            x = self._walk_compiled(self.layers_between(begin, end, x), x)
         return x
+
+    def _plain_adjoint(self, x: Tensor) -> Tensor:
+        layers = self.layers_between(0, self.config.depth, x)
+        return plain_adjoint(self.block, layers, 1 / self.config.depth, x)
 
 
 class StackedNetwork(Network):
@@ -166,8 +212,8 @@ class StackedNetwork(Network):
     def product_flops(self) -> float:
         return 2 * self.config.batch * self.config.dim * self.config.hidden
 
-    def layer(self, n: int) -> list[Tensor]:
-        return self.layers[0 if self.config.tied else n]
+    def layers_of(self, x: Tensor) -> Sequence[Layer]:
+        return self.layers
 
     def parameters(self) -> list[nn.Parameter | Tensor]:
         return [*self.stage.parameters(), *(p for layer in self.layers for p in layer)]
@@ -199,8 +245,8 @@ class MLPNetwork(StackedNetwork):
         c = self.config
         return rk.MLPStage(c.dim, c.hidden, c.depth, c.activation, **options)
 
-    def f(self, n: int, x: Tensor) -> Tensor:
-        w1, b1, w2, b2 = self.layer(n)
+    def block(self, layer: Layer, x: Tensor) -> Tensor:
+        w1, b1, w2, b2 = layer
         sigma = getattr(F, self.config.activation)
         return torch.addmm(b2, sigma(torch.addmm(b1, x, w1.t())), w2.t())
 
@@ -212,8 +258,8 @@ class LinearNetwork(StackedNetwork):
     def make_stage(self, **options: Any) -> rk.Stage:
         return rk.LinearStage(self.config.dim, self.config.depth, **options)
 
-    def f(self, n: int, x: Tensor) -> Tensor:
-        return torch.mm(x, self.layer(n)[0].t())
+    def block(self, layer: Layer, x: Tensor) -> Tensor:
+        return torch.mm(x, layer[0].t())
 
 
 class ModuleNetwork(Network):
@@ -237,8 +283,11 @@ class ModuleNetwork(Network):
         """Of the batch."""
         raise NotImplementedError
 
-    def f(self, n: int, x: Tensor) -> Tensor:
-        return self.stage.blocks[0 if self.config.tied else n](x)
+    def layers_of(self, x: Tensor) -> Sequence[Layer]:
+        return self.stage.blocks
+
+    def block(self, layer: Layer, x: Tensor) -> Tensor:
+        return layer(x)
 
     def parameters(self) -> list[nn.Parameter | Tensor]:
         return list(self.stage.parameters())
@@ -304,6 +353,7 @@ class ConvNetwork(ModuleNetwork):
     """The paper's basic blocks; PyTorch's loop runs in both memory formats."""
 
     title = "Residual convolutional stage"
+    kind = "basic"
     contestant_names = (STANDARD, CHANNELS_LAST, CHECKPOINT, *RULES)
     baselines = (STANDARD, CHANNELS_LAST)
     products: ClassVar = {STANDARD: 6, CHANNELS_LAST: 6, "paper": 10, "refined": 10, "predicted": 8}
@@ -318,9 +368,8 @@ class ConvNetwork(ModuleNetwork):
 
     def make_stage(self) -> rk.ResidualStage:
         c = self.config
-        return rk.ConvStage(
-            c.dim, c.depth, hidden=c.hidden, activation=c.activation, tied=c.tied, scheme=c.scheme
-        )
+        how = {"activation": c.activation, "tied": c.tied, "scheme": c.scheme}
+        return rk.ConvStage(c.dim, c.depth, self.kind, hidden=c.hidden, **how)
 
     def shape(self) -> tuple[int, ...]:
         return self.config.batch, self.config.dim, self.config.size, self.config.size
@@ -333,13 +382,12 @@ class ConvNetwork(ModuleNetwork):
         depth = self.config.depth
         return {
             **super().training_steps(),
-            CHANNELS_LAST: lambda: self._train(lambda x: self.steps(0, depth, x), *self.batch_last),
+            CHANNELS_LAST: lambda: self.train(lambda x: self.steps(0, depth, x), *self.batch_last),
         }
 
-    def f(self, n: int, x: Tensor) -> Tensor:
+    def layers_of(self, x: Tensor) -> Sequence[Layer]:
         last = x.is_contiguous(memory_format=torch.channels_last)
-        blocks = self.blocks_last if last else self.stage.blocks
-        return blocks[0 if self.config.tied else n](x)
+        return self.blocks_last if last else self.stage.blocks
 
     def parameters(self) -> list[nn.Parameter | Tensor]:
         return [*self.stage.parameters(), *self.blocks_last.parameters()]
@@ -347,6 +395,18 @@ class ConvNetwork(ModuleNetwork):
     def gradients(self) -> Tensor:
         grads = [p.grad.flatten() for p in self.parameters() if p.grad is not None]
         return torch.cat(grads)
+
+
+class BottleneckNetwork(ConvNetwork):
+    title = "Residual stage of bottlenecks"
+    kind = "bottleneck"
+    products: ClassVar = {STANDARD: 3, CHANNELS_LAST: 3, "paper": 5, "refined": 5, "predicted": 4}
+    hidden_factor = 0.25
+
+    def product_flops(self) -> float:
+        """Of all three convolutions in one direction."""
+        c = self.config
+        return 2 * c.batch * c.size**2 * c.hidden * (2 * c.dim + 9 * c.hidden)
 
 
 class ConvModulesNetwork(ConvNetwork):
@@ -367,6 +427,7 @@ NETWORKS: dict[str, type[Network]] = {
     "mlp": MLPNetwork,
     "linear": LinearNetwork,
     "conv": ConvNetwork,
+    "bottleneck": BottleneckNetwork,
     "residual": TransformerNetwork,
     "residual-conv": ConvModulesNetwork,
 }
