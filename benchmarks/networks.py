@@ -15,11 +15,12 @@ from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
+from plain_adjoint import plain_adjoint
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import resode_kernels as rk
-from plain_adjoint import plain_adjoint
+from resode_kernels.conv import WINDOWS
 
 STANDARD = "standard backprop"
 CHANNELS_LAST = "standard, channels last"
@@ -48,6 +49,12 @@ class Config:
     activation: str = "tanh"
 
     @property
+    def name(self) -> str:
+        """``stage-dim-batch-depth``, and what is not the default."""
+        more = [str(self.size)] * (self.size > 1) + ["heun"] * (self.scheme == "heun")
+        return "-".join([self.stage, str(self.dim), str(self.batch), str(self.depth), *more])
+
+    @property
     def tied(self) -> bool:
         return self.weights == "tied"
 
@@ -67,6 +74,11 @@ class Network:
     products: ClassVar[dict[str, int]]
     """Products (a layer's, its data gradient's or its weight gradient's) per block and training
     step of an untied Euler stage."""
+    states_moved: ClassVar[dict[str, int]] = {}
+    """Fused stages: how often a state, a cotangent or an evaluation that is remembered is read or
+    written per block and training step of an untied Euler stage. The forward pass takes the state
+    in and out, the reverse pass state and cotangent; ``predicted`` of order 2 reads two evaluations
+    and writes one."""
     depths: tuple[int, ...] = (4, 16, 64, 256, 1024)
     """To measure by default, as is what follows."""
     hidden_factor: float = 1
@@ -95,6 +107,17 @@ class Network:
         """Of one product, as the plain formula counts them."""
         raise NotImplementedError
 
+    def kernel_flops(self) -> float:
+        """Of one product, as the fused kernels make it."""
+        return self.product_flops()
+
+    def bytes_moved(self, rule: str) -> float:
+        """Of a training step of a fused stage, at least: each pass over a block takes its states
+        once in and once out of memory, and its weights, and their gradients, once. If all of it
+        stays in a cache, memory sees less."""
+        weights = 3 * sum(p.nbytes for p in self.stage.parameters())
+        return weights + self.config.depth * self.states_moved[rule] * self.x.nbytes
+
     def parameters(self) -> list[nn.Parameter | Tensor]:
         """Those of the stage and of the loop."""
         raise NotImplementedError
@@ -120,13 +143,18 @@ class Network:
             ),
             PLAIN: lambda: self.train(self._plain_adjoint),
         }
+        if self.config.scheme == "heun":
+            del steps[PLAIN]
         for rule in RULES:
-            steps[rule] = lambda rule=rule: self.train(self.stage.configure(reverse=rule))
+            steps[rule] = self._rule_step(rule, "auto")
         return steps
 
-    def unit(self, seconds: dict[str, float]) -> float:
-        """The time that others are compared with."""
-        return min(seconds[name] for name in self.baselines)
+    def reference_step(self, rule: str) -> Callable[[], None]:
+        """A training step by the rule's definition in plain PyTorch."""
+        return self._rule_step(rule, "reference")
+
+    def _rule_step(self, rule: str, backend: str) -> Callable[[], None]:
+        return lambda: self.train(self.stage.configure(reverse=rule, backend=backend))
 
     def forget(self) -> None:
         """Drops gradients and the output, as between two steps."""
@@ -173,8 +201,9 @@ class Network:
 
     def _compiled(self, x: Tensor) -> Tensor:
         """The plain loop in compiled segments: one compilation, of a function of the layers' own
-        parameters, serves all of them. Compiling a deep loop whole takes minutes, and single blocks
-        of a small network, compiled, are slower than eager ones."""
+        parameters, serves all of them, since that of a deep loop takes minutes. A segment is as long
+        as it pays: small MLP blocks, compiled one by one, are slower than eager ones, of modules
+        four at a time are no faster than one."""
         if self._walk_compiled is None:
             torch._dynamo.reset()  # the code of other networks is not searched for this one's
             self._walk_compiled = torch.compile(self.walk, fullgraph=True, dynamic=False)
@@ -240,6 +269,7 @@ class StackedNetwork(Network):
 class MLPNetwork(StackedNetwork):
     title = "Residual MLP stage"
     products: ClassVar = {STANDARD: 6, "paper": 9, "refined": 10, "predicted": 8}
+    states_moved: ClassVar = {"paper": 6, "refined": 6, "predicted": 9}
 
     def make_stage(self, **options: Any) -> rk.Stage:
         c = self.config
@@ -254,6 +284,7 @@ class MLPNetwork(StackedNetwork):
 class LinearNetwork(StackedNetwork):
     title = "Residual linear stage"
     products: ClassVar = {STANDARD: 3, "paper": 4, "refined": 5, "predicted": 4}
+    states_moved: ClassVar = {"paper": 6, "refined": 6, "predicted": 9}
 
     def make_stage(self, **options: Any) -> rk.Stage:
         return rk.LinearStage(self.config.dim, self.config.depth, **options)
@@ -267,6 +298,7 @@ class ModuleNetwork(Network):
 
     contestant_names = (STANDARD, PER_BLOCK, CHECKPOINT, *RULES)
     depths = (4, 16, 64)
+    compiled_length = 1
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
@@ -311,7 +343,6 @@ class TransformerNetwork(ModuleNetwork):
     """Pre-norm transformer blocks; the batch is split into sequences of 64 tokens."""
 
     title = "Stage of transformer blocks"
-    baselines = (PER_BLOCK,)
     products: ClassVar = {STANDARD: 3, PER_BLOCK: 4, "paper": 5, "refined": 5, "predicted": 4}
     hidden_factor = 4
 
@@ -354,6 +385,7 @@ class ConvNetwork(ModuleNetwork):
 
     title = "Residual convolutional stage"
     kind = "basic"
+    states_moved: ClassVar = {"paper": 6, "refined": 6, "predicted": 9}
     contestant_names = (STANDARD, CHANNELS_LAST, CHECKPOINT, *RULES)
     baselines = (STANDARD, CHANNELS_LAST)
     products: ClassVar = {STANDARD: 6, CHANNELS_LAST: 6, "paper": 10, "refined": 10, "predicted": 8}
@@ -377,6 +409,20 @@ class ConvNetwork(ModuleNetwork):
     def product_flops(self) -> float:
         c = self.config
         return 2 * c.batch * c.size**2 * 9 * c.dim * c.hidden
+
+    def kernel_flops(self) -> float:
+        """Winograd's: 16 products for each patch of 2 × 2 pixels, in both directions."""
+        c = self.config
+        return 2 * c.batch * 16 * math.ceil(c.size / 2) ** 2 * c.dim * c.hidden
+
+    def bytes_moved(self, rule: str) -> float:
+        """Evaluating a layer takes its input in and its result out; on the way back there are
+        gradients beside both. So an evaluation and a product of the way back move the same."""
+        c = self.config
+        layers = len(WINDOWS[self.kind])
+        inside = 2 * (c.dim + (layers - 1) * c.hidden) * c.batch * c.size**2 * self.x.itemsize
+        evaluations = self.products[rule] / (self.products[STANDARD] / 3)
+        return super().bytes_moved(rule) + c.depth * evaluations * inside
 
     def training_steps(self) -> dict[str, Callable[[], None]]:
         depth = self.config.depth
@@ -408,14 +454,19 @@ class BottleneckNetwork(ConvNetwork):
         c = self.config
         return 2 * c.batch * c.size**2 * c.hidden * (2 * c.dim + 9 * c.hidden)
 
+    def kernel_flops(self) -> float:
+        c = self.config
+        patches = math.ceil(c.size / 2) ** 2
+        return 2 * c.batch * c.hidden * (2 * c.size**2 * c.dim + 16 * patches * c.hidden)
+
 
 class ConvModulesNetwork(ConvNetwork):
     """The same blocks, run as modules."""
 
     title = "Stage of convolutional modules"
     contestant_names = (STANDARD, PER_BLOCK, CHECKPOINT, *RULES)
-    baselines = (PER_BLOCK,)
     products: ClassVar = {STANDARD: 6, PER_BLOCK: 8, "paper": 10, "refined": 10, "predicted": 8}
+    states_moved: ClassVar = {}
 
     def make_stage(self) -> rk.ResidualStage:
         c = self.config

@@ -139,9 +139,9 @@ class OtherNetwork(Network):
         super().__init__(beside.config)
         torch.manual_seed(0)
         self.x, self.cotangent = beside.x, beside.cotangent
-        self.blocks = nn.ModuleList(
-            self.make_block(beside) for _ in range(self.config.depth)
-        ).to(self.config.device)
+        self.blocks = nn.ModuleList(self.make_block(beside) for _ in range(self.config.depth)).to(
+            self.config.device
+        )
 
     def make_block(self, beside: Network) -> nn.Module:
         raise NotImplementedError
@@ -313,9 +313,7 @@ def bottleneck_branches(c: Config) -> Branches:
 
     wanted = weights(c.dim, c.hidden)
     pairs = ((m, m + more) for m in range(1, c.hidden) for more in (0, 1))
-    widths = min(
-        pairs, key=lambda pair: abs(sum(weights(c.dim // 2, m) for m in pair) - wanted)
-    )
+    widths = min(pairs, key=lambda pair: abs(sum(weights(c.dim // 2, m) for m in pair) - wanted))
     f, g = (ConvBlock(c.dim // 2, m, WINDOWS["bottleneck"], c.activation) for m in widths)
     return f, g
 
@@ -354,9 +352,7 @@ def shrink(block: nn.Module, factor: float) -> nn.Module:
 
 PEERS: dict[str, Peer] = {
     "torchdiffeq": Peer("torchdiffeq", odeint, schemes=("euler", "heun")),
-    "torchdiffeq, call per block": Peer(
-        "torchdiffeq", odeint_per_block, schemes=("euler", "heun")
-    ),
+    "torchdiffeq, call per block": Peer("torchdiffeq", odeint_per_block, schemes=("euler", "heun")),
     "momentumnet": Peer("momentumnet", momentumnet, MomentumNetwork),
     "memcnn": Peer("memcnn", memcnn, CouplingNetwork),
     "revlib": Peer("revlib", revlib, CouplingNetwork),
