@@ -201,9 +201,9 @@ class Network:
 
     def _compiled(self, x: Tensor) -> Tensor:
         """The plain loop in compiled segments: one compilation, of a function of the layers' own
-        parameters, serves all of them, since that of a deep loop takes minutes. A segment is as long
-        as it pays: small MLP blocks, compiled one by one, are slower than eager ones, of modules
-        four at a time are no faster than one."""
+        parameters, serves all of them, for that of a deep loop takes minutes. A segment is as long
+        as it pays: small MLP blocks, compiled one by one, are slower than eager ones; modules, four
+        at a time, no faster than one by one."""
         if self._walk_compiled is None:
             torch._dynamo.reset()  # the code of other networks is not searched for this one's
             self._walk_compiled = torch.compile(self.walk, fullgraph=True, dynamic=False)

@@ -10,7 +10,7 @@ import matplotlib
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
-from matplotlib.ticker import FuncFormatter, NullFormatter, PercentFormatter
+from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter, PercentFormatter
 from networks import (
     CHANNELS_LAST,
     CHECKPOINT,
@@ -54,6 +54,9 @@ NAMES = {
 }
 
 
+Box = tuple[float, float, float, float]
+
+
 def draw(rows: Sequence[Row], configs: dict[str, Config], out: Path) -> list[Path]:
     """Those pictures that the rows have something for."""
     timed = [row for row in rows if row.time_ratio is not None]
@@ -80,7 +83,7 @@ def draw_batches(rows: Sequence[Row], configs: dict[str, Config]) -> Any:
     if not dims:
         return None
     figure, panels = plt.subplots(
-        1, len(dims), figsize=(2 + 2.6 * len(dims), 4.2), sharey=True, squeeze=False,
+        1, len(dims), figsize=(5 + 2 * len(dims), 4.4), sharey=True, squeeze=False,
         constrained_layout=True,
     )  # fmt: skip
     names = [COMPILED, CHECKPOINT, "paper", "predicted"]
@@ -93,14 +96,14 @@ def draw_batches(rows: Sequence[Row], configs: dict[str, Config]) -> Any:
         batches = [batch for batch, _ in points]
         axes.set_xticks(batches, [_count(b) for b in batches])
         axes.xaxis.set_minor_formatter(NullFormatter())
-        axes.set_yticks([0.1, 0.2, 0.5, 1, 2])
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         axes.yaxis.set_major_formatter(FuncFormatter(lambda v, _: f"{v:g}×"))
         axes.yaxis.set_minor_formatter(NullFormatter())
         _tidy(axes)
     panels[0][0].set_ylabel("time of a training step")
     figure.suptitle("Residual MLP stages: time relative to standard backprop (lower is faster)")
     handles = panels[0][0].get_legend_handles_labels()
-    figure.legend(*handles, loc="outside lower center", ncols=5, frameon=False)
+    figure.legend(*handles, loc="outside lower center", ncols=3, frameon=False)
     return figure
 
 
@@ -150,41 +153,70 @@ def draw_peers(rows: Sequence[Row], configs: dict[str, Config]) -> Any:
                 markersize=9 if ours else 6, color=COLOURS.get(row.contestant, OTHERS),
             )  # fmt: skip
         _pad(axes)
-        _annotate(axes, mine)
         axes.set(xlabel="peak memory, standard backprop = 1", ylabel="time, standard backprop = 1")
         for axis in (axes.xaxis, axes.yaxis):
+            axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
             axis.set_major_formatter(FuncFormatter(lambda v, _: f"{v:g}"))
             axis.set_minor_formatter(NullFormatter())
         axes.text(0.02, 0.02, "↙ less memory, faster", transform=axes.transAxes, color="#666666")
         _tidy(axes)
     figure.suptitle("Time and memory of a training step, relative to standard backprop")
+    figure.canvas.draw()  # now the axes are where they will be
+    for axes, mine in zip(panels.flat, chosen, strict=False):
+        _annotate(axes, mine)
     return figure
 
 
 def _pad(axes: Any) -> None:
-    """Room for the labels on the right and the corner's text below."""
+    """Room for the names on the right and the corner's text below."""
     low, high = axes.get_xlim()
-    axes.set_xlim(low / 1.2, high * (high / low) ** 0.38)
+    axes.set_xlim(low / 1.15, high * (high / low) ** 0.4)
     low, high = axes.get_ylim()
-    axes.set_ylim(low / (high / low) ** 0.15, high * (high / low) ** 0.05)
+    axes.set_ylim(low / (high / low) ** 0.15, high * (high / low) ** 0.06)
 
 
-def _annotate(axes: Any, rows: Iterable[Row]) -> None:
-    """Names beside the points, moved apart where they would lie on one another."""
-    height = axes.get_window_extent().height
-    below = -1e9
-    points = sorted(rows, key=lambda row: row.time_ratio or 0)
-    for row in points:
-        _, y = axes.transData.transform((row.memory_ratio, row.time_ratio))
-        above = max(y, below + 0.036 * height)
-        below = above
+def _annotate(axes: Any, rows: Sequence[Row]) -> None:
+    """Names beside the points: each at the first place around its point where nothing is yet."""
+    size, scale = 8.5, axes.figure.dpi / 72
+    points = [axes.transData.transform((row.memory_ratio, row.time_ratio)) for row in rows]
+    taken = [(x - 5 * scale, y - 5 * scale, x + 5 * scale, y + 5 * scale) for x, y in points]
+    frame = axes.get_window_extent()
+    for row, (x, y) in zip(rows, points, strict=True):
+        ours = row.contestant in RULES
+        text = label(row.contestant) if ours else SHORT.get(row.contestant, row.contestant)
+        width, height = 0.6 * size * len(text), 1.1 * size
+        places = [
+            (dx, dy - height / 2)
+            for dy in (0, 7, -7, 14, -14, 22, -22, 30, -30, 40, -40)
+            for dx in (8, -8 - width)
+        ]
+
+        def box(place: tuple[float, float], x: float = x, y: float = y, w: float = width) -> Box:
+            left, bottom = x + place[0] * scale, y + place[1] * scale
+            return left, bottom, left + w * scale, bottom + 1.1 * size * scale
+
+        free = (
+            place
+            for place in places
+            if not any(_overlap(box(place), other) for other in taken)
+            and frame.x0 < box(place)[0]
+            and box(place)[2] < frame.x1
+        )
+        place = next(free, places[0])
+        taken.append(box(place))
         axes.annotate(
-            label(row.contestant) if row.contestant in RULES else _short(row.contestant),
-            (row.memory_ratio, row.time_ratio), xytext=(9, (above - y) * 72 / axes.figure.dpi - 3),
-            textcoords="offset points", fontsize=8.5,
-            fontweight="bold" if row.contestant in RULES else None,
+            text,
+            (row.memory_ratio, row.time_ratio),
+            xytext=place,
+            textcoords="offset points",
+            fontsize=size,
+            fontweight="bold" if ours else None,
             color=COLOURS.get(row.contestant, OTHERS),
-        )  # fmt: skip
+        )
+
+
+def _overlap(a: Box, b: Box) -> bool:
+    return a[0] < b[2] and b[0] < a[2] and a[1] < b[3] and b[1] < a[3]
 
 
 def draw_roofline(rows: Sequence[Row], configs: dict[str, Config]) -> Any:
@@ -223,10 +255,6 @@ def draw_roofline(rows: Sequence[Row], configs: dict[str, Config]) -> Any:
 def describe(config: Config) -> str:
     images = f", images {config.size}²" if config.size > 1 else ""
     return f"{NAMES[config.stage]} {config.dim}, batch {config.batch}{images}, depth {config.depth}"
-
-
-def _short(name: str) -> str:
-    return SHORT.get(name, name)
 
 
 def _count(batch: int) -> str:

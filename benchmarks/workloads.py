@@ -5,13 +5,24 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from contestants import EVERYONE
-from networks import CHANNELS_LAST, CHECKPOINT, COMPILED, NETWORKS, PLAIN, RULES, STANDARD, Config
+from networks import (
+    CHANNELS_LAST,
+    CHECKPOINT,
+    COMPILED,
+    NETWORKS,
+    PER_BLOCK,
+    RULES,
+    STANDARD,
+    Config,
+)
 from peers import PEERS
 
 # Sweeps leave out those who are slower than these everywhere.
 SWEEP = (STANDARD, CHANNELS_LAST, COMPILED, CHECKPOINT, "paper", "predicted")
 # torchdiffeq's is the only other package with Heun's steps.
 HEUN = (STANDARD, COMPILED, CHECKPOINT, *PEERS, *RULES)
+# Stages of modules beside what PyTorch has.
+MODULES = (STANDARD, COMPILED, PER_BLOCK, CHECKPOINT, *RULES)
 
 
 class Workload(NamedTuple):
@@ -58,9 +69,7 @@ WORKLOADS = [
     ),
     workload("256,32,16,16", EVERYONE, "bottleneck"),
     workload("256,512,16", EVERYONE, "residual"),
-    workload(
-        "32,16,64,16", tuple(n for n in EVERYONE if n not in (PLAIN, *PEERS)), "residual-conv"
-    ),
+    workload("32,16,64,16", MODULES, "residual-conv"),
 ]
 
 # Of every kind one that takes no time.
