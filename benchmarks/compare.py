@@ -1,7 +1,8 @@
 """Training steps of this package beside everything that one would pick instead: time, peak memory
 and gradient error, in one run.
 
-    pip install '.[bench-peers]' && python benchmarks/compare.py [--only 'conv-*'] [--quick]
+    pip install '.[bench-peers]' && pip install --no-deps memcnn momentumnet
+    python benchmarks/compare.py [--only 'conv-*'] [--quick]
 
 First of all a gate: no time is printed for a contestant whose outputs or gradients are off beyond
 what it states (contestants.py says what, and why). Then every contestant's peak memory, the rise
@@ -173,7 +174,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     print(f"{machine(args.device)}, float32, independent weights\n")
     for name, missing in {p.package: p.missing() for p in PEERS.values()}.items():
         if missing:
-            print(f"{name} is left out ({missing}): pip install '.[bench-peers]'\n")
+            print(f"{name} is left out ({missing}); it can be installed as peers.py says\n")
     rows: list[Row] = []
     configs = {w.config.name: w.config for w in workloads}
     options: dict[str, Any] = {"seconds": args.seconds, "rounds": (5, 60)}

@@ -219,7 +219,7 @@ def main() -> None:
     kind = NETWORKS[args.stage]
     depths = sorted(args.depths or kind.depths)
     if args.hidden is None:
-        args.hidden = kind.hidden_factor * args.dim
+        args.hidden = int(kind.hidden_factor * args.dim)
     batch, size = args.batch or kind.batch, args.size or kind.size
     if min(args.dim, args.hidden, batch, size, *depths) < 1:
         parser.error("--dim, --hidden, --batch, --size and --depths must be at least 1")

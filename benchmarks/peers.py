@@ -7,7 +7,10 @@ is built here with the parameters, and so the matrix products, of the network th
     memcnn, revlib, RevTorch   y1 = x1 + F(x2), y2 = x2 + G(y1): F and G see half of the state each
     momentumnet                v ← γ v + (1 − γ) f(x), x ← x + v
 
-Both are exact inverses but for rounding. Their gradients are compared with plain backprop through
+memcnn and momentumnet ask for torchvision, and that for one particular torch, but need neither:
+install them with ``pip install --no-deps memcnn momentumnet``.
+
+All have exact inverses but for rounding. Their gradients are compared with plain backprop through
 the same architecture. The last layer of every f, F and G starts 1/depth as large as usual: that is
 the factor h of our stages, for nothing, and without it states explode with depth.
 """
@@ -16,6 +19,7 @@ from __future__ import annotations
 
 import copy
 import importlib
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -48,9 +52,11 @@ class Peer:
     def missing(self) -> str | None:
         """Why it cannot be used here."""
         try:
-            importlib.import_module(self.package)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                importlib.import_module(self.package)
         except Exception as error:  # whatever an old package stumbles over
-            return f"{self.package}: {error}"
+            return str(error)
         return None
 
     def can_train(self, config: Config) -> bool:
@@ -157,8 +163,9 @@ class OtherNetwork(Network):
 
 
 class MomentumNetwork(OtherNetwork):
-    gamma = 0.9
-    """What ``momentumnet.transform_to_momentumnet`` takes by default."""
+    gamma = 0.99
+    """As in momentumnet's documentation. With the 0.9 of its ``transform_to_momentumnet`` the
+    velocities' exact representation overflows beyond depth 128: the gradients are lost."""
 
     def make_block(self, beside: Network) -> nn.Module:
         c = self.config

@@ -35,6 +35,7 @@ COLOURS = {
     "predicted": "#009e73",
 }
 OTHERS = "#a0522d"
+LEADER = {"arrowstyle": "-", "color": "#bbbbbb", "linewidth": 0.8, "shrinkA": 0, "shrinkB": 2}
 # Where there is not much room.
 SHORT = {
     STANDARD: "standard",
@@ -79,6 +80,8 @@ def draw_batches(rows: Sequence[Row], configs: dict[str, Config]) -> Any:
     """Time relative to standard backprop against the batch, for every width of MLPs."""
     mlps = [row for row in rows if configs[row.workload].stage == "mlp"]
     mlps = [row for row in mlps if configs[row.workload].scheme == "euler"]
+    names = [COMPILED, CHECKPOINT, "paper", "predicted"]
+    mlps = [row for row in mlps if row.contestant in names]
     dims = sorted({configs[row.workload].dim for row in mlps})
     if not dims:
         return None
@@ -86,14 +89,15 @@ def draw_batches(rows: Sequence[Row], configs: dict[str, Config]) -> Any:
         1, len(dims), figsize=(5 + 2 * len(dims), 4.4), sharey=True, squeeze=False,
         constrained_layout=True,
     )  # fmt: skip
-    names = [COMPILED, CHECKPOINT, "paper", "predicted"]
     for axes, dim in zip(panels[0], dims, strict=True):
         for name in names:
             points = _deepest(mlps, configs, dim, name)
             axes.plot(*zip(*points, strict=True) if points else ([], []), **_line(name))
         axes.axhline(1, color=COLOURS[STANDARD], linewidth=1.2, linestyle="--", label=STANDARD)
         axes.set(xscale="log", yscale="log", title=f"width {dim}", xlabel="batch (rows)")
-        batches = [batch for batch, _ in points]
+        batches = sorted(
+            {configs[r.workload].batch for r in mlps if configs[r.workload].dim == dim}
+        )
         axes.set_xticks(batches, [_count(b) for b in batches])
         axes.xaxis.set_minor_formatter(NullFormatter())
         axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
@@ -147,7 +151,7 @@ def draw_peers(rows: Sequence[Row], configs: dict[str, Config]) -> Any:
         axes.axhline(1, color="#bbbbbb", linewidth=1, zorder=0)
         axes.axvline(1, color="#bbbbbb", linewidth=1, zorder=0)
         for row in mine:
-            ours = row.contestant in RULES
+            ours = _is_ours(row)
             axes.plot(
                 row.memory_ratio, row.time_ratio, "o" if ours else "s", zorder=3,
                 markersize=9 if ours else 6, color=COLOURS.get(row.contestant, OTHERS),
@@ -181,8 +185,11 @@ def _annotate(axes: Any, rows: Sequence[Row]) -> None:
     points = [axes.transData.transform((row.memory_ratio, row.time_ratio)) for row in rows]
     taken = [(x - 5 * scale, y - 5 * scale, x + 5 * scale, y + 5 * scale) for x, y in points]
     frame = axes.get_window_extent()
-    for row, (x, y) in zip(rows, points, strict=True):
-        ours = row.contestant in RULES
+    ours_first = sorted(
+        zip(rows, points, strict=True), key=lambda pair: _is_ours(pair[0]), reverse=True
+    )
+    for row, (x, y) in ours_first:
+        ours = _is_ours(row)
         text = label(row.contestant) if ours else SHORT.get(row.contestant, row.contestant)
         width, height = 0.6 * size * len(text), 1.1 * size
         places = [
@@ -210,9 +217,14 @@ def _annotate(axes: Any, rows: Sequence[Row]) -> None:
             xytext=place,
             textcoords="offset points",
             fontsize=size,
+            arrowprops=None if place == places[0] else LEADER,
             fontweight="bold" if ours else None,
             color=COLOURS.get(row.contestant, OTHERS),
         )
+
+
+def _is_ours(row: Row) -> bool:
+    return row.contestant in RULES
 
 
 def _overlap(a: Box, b: Box) -> bool:

@@ -30,17 +30,26 @@ class Workload(NamedTuple):
     names: tuple[str, ...]
 
 
-def workload(
-    shape: str, names: tuple[str, ...], stage: str = "mlp", scheme: str = "euler"
-) -> Workload:
+def shaped(shape: str, stage: str = "mlp", scheme: str = "euler") -> Config:
     """``shape``: dim, batch, depth; of images: and their side."""
     kind = NETWORKS[stage]
     dim, batch, depth, *size = map(int, shape.split(","))
-    config = Config(
-        stage=stage, scheme=scheme, dim=dim, hidden=int(kind.hidden_factor * dim), batch=batch,
-        depth=depth, size=size[0] if size else kind.size, activation=kind.activation,
-    )  # fmt: skip
-    return Workload(config, names)
+    return Config(
+        stage=stage,
+        scheme=scheme,
+        dim=dim,
+        hidden=int(kind.hidden_factor * dim),
+        batch=batch,
+        depth=depth,
+        size=size[0] if size else kind.size,
+        activation=kind.activation,
+    )
+
+
+def workload(
+    shape: str, names: tuple[str, ...], stage: str = "mlp", scheme: str = "euler"
+) -> Workload:
+    return Workload(shaped(shape, stage, scheme), names)
 
 
 # Depths are such that standard backprop needs less than some two seconds and 6 GB on two cores.
