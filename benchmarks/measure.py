@@ -198,6 +198,10 @@ class Times:
     high: float
 
 
+SHORT = 0.02
+"""Seconds of a step below which caches matter."""
+
+
 def interleaved(
     contestants: dict[str, Callable[[], Any]],
     *,
@@ -205,28 +209,35 @@ def interleaved(
     device: str = "cpu",
     seconds: float = 3.0,
     rounds: tuple[int, int] = (5, 50),
-    progress: Callable[[], None] = lambda: None,
 ) -> dict[str, Times]:
     """Times the contestants in turns, after a turn of warming up, so that a disturbance of the
-    machine meets all of them. Every turn has an order of its own, so that nobody always finds the
-    caches as the same other leaves them. ``after`` tidies up behind each, outside the timing."""
+    machine meets all of them. Every turn has an order of its own. A step that is short goes once
+    without being timed before it goes again: in a training it would find the caches as itself left
+    them, not as the others did. ``after`` tidies up behind each step, outside the timing."""
+
+    def once(step: Callable[[], Any]) -> float:
+        if device != "cpu":
+            torch.cuda.synchronize()
+        start = time.perf_counter()
+        step()
+        if device != "cpu":
+            torch.cuda.synchronize()
+        seconds = time.perf_counter() - start
+        after()
+        return seconds
+
+    begin = time.perf_counter()
+    last = {name: once(step) for name, step in contestants.items()}
     taken: dict[str, list[float]] = {name: [] for name in contestants}
     order, generator = list(contestants.items()), random.Random(0)
-    begin = time.perf_counter()
     turn = 0
-    while turn < rounds[0] + 1 or (turn < rounds[1] and time.perf_counter() - begin < seconds):
-        for name, step in order:
-            if device != "cpu":
-                torch.cuda.synchronize()
-            start = time.perf_counter()
-            step()
-            if device != "cpu":
-                torch.cuda.synchronize()
-            if turn > 0:
-                taken[name].append(time.perf_counter() - start)
-            after()
-        turn += 1
+    while turn < rounds[0] or (turn < rounds[1] and time.perf_counter() - begin < seconds):
         generator.shuffle(order)
-        progress()
+        for name, step in order:
+            if last[name] < SHORT:
+                once(step)
+            last[name] = once(step)
+            taken[name].append(last[name])
+        turn += 1
     quartiles = {name: statistics.quantiles(t, n=4) for name, t in taken.items()}
     return {name: Times(q[1], q[0], q[2]) for name, q in quartiles.items()}

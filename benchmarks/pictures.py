@@ -133,7 +133,7 @@ def draw_peers(rows: Sequence[Row], configs: dict[str, Config]) -> Any:
             by_workload.setdefault(row.workload, []).append(row)
     kinds: dict[str, list[Row]] = {}
     for name, mine in by_workload.items():
-        if len(mine) > 7:
+        if any(row.contestant == PLAIN for row in mine):  # everyone was there
             kinds[configs[name].stage] = max(kinds.get(configs[name].stage, []), mine, key=len)
     chosen = list(kinds.values())[:4]
     if not chosen:
