@@ -96,6 +96,18 @@ def test_tied_weights_and_no_bias(
     assert_as_accurate_as_pytorch(stage, *torch.randn(2, 50, 24))
 
 
+@pytest.mark.parametrize("options", RULES, ids=name)
+@pytest.mark.parametrize("scheme", ["euler", "heun"])
+@pytest.mark.parametrize("block", ["tanh", "linear"])
+@pytest.mark.parametrize("threads", [2], indirect=True)
+def test_few_wide_rows(
+    block: str, options: dict[str, Any], scheme: str, threads: int, nan_memory: None
+) -> None:
+    """Threads divide the columns among them."""
+    stage = make_stage(block, 133, 150, 4, tied=scheme == "heun", scheme=scheme, **options)
+    assert_as_accurate_as_pytorch(stage, *torch.randn(2, 17, 133))
+
+
 @pytest.mark.parametrize("storage", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("options", RULES[:3], ids=name)
 @pytest.mark.parametrize("block", ["gelu", "linear"])

@@ -15,9 +15,14 @@ pytestmark = pytest.mark.needs_cpp
 
 @pytest.mark.parametrize("options", RULES, ids=name)
 @pytest.mark.parametrize("scheme", ["euler", "heun"])
-def test_bitwise(options: dict[str, object], scheme: str, threads: int) -> None:
-    stage = make_stage("tanh", 33, 65, 7, scheme=scheme, **options)
-    x, g = torch.randn(2, 401, 33)
+@pytest.mark.parametrize("shape", [(401, 33, 65), (40, 200, 210)], ids=["rows", "columns"])
+def test_bitwise(
+    shape: tuple[int, int, int], options: dict[str, object], scheme: str, threads: int
+) -> None:
+    """Whether threads divide the rows or the columns."""
+    rows, dim, hidden = shape
+    stage = make_stage("tanh", dim, hidden, 7, scheme=scheme, **options)
+    x, g = torch.randn(2, rows, dim)
     first = gradients(stage, x, g)
     for _ in range(3):
         for a, b in zip(gradients(stage, x, g), first, strict=True):
@@ -43,6 +48,11 @@ def test_thread_counts_agree_to_rounding(threads: int) -> None:
 def test_python_threads_run_side_by_side() -> None:
     """The GIL is released, and nothing is shared between calls."""
     run_side_by_side(make_stage("gelu", 24, 24, 20), torch.randn(8, 2, 64, 24))
+
+
+def test_python_threads_run_wide_stages_side_by_side() -> None:
+    """Their teams of threads wait for one another, and may be more than there are cores."""
+    run_side_by_side(make_stage("gelu", 140, 140, 20), torch.randn(8, 2, 16, 140))
 
 
 def test_python_threads_run_convolutions_side_by_side() -> None:

@@ -5,7 +5,9 @@
 //     output   f(p) from the trace, handed to an Update
 //     vjp      the parameter gradients, summed up, and ∂f(p)ᵀ g, handed to an Update
 //
-// An Update may overwrite p (trace, output) or g (vjp): both are read before.
+// An Update may overwrite p (trace, output) or g (vjp): both are read before. Where threads work on
+// a tile together (team.h), each of the three computes the thread's share of the columns and
+// returns when all is there.
 
 #pragma once
 
@@ -27,11 +29,11 @@ struct Gradient {
   bool fresh = true;  // nothing summed yet
 };
 
-// sum[j] ← Σ_i m[i, j], added to what is there unless fresh
+// sum[j] ← Σ_i m[i, j] for some panels, added to what is there unless fresh
 template <class T>
-void sum_columns(Matrix<T> m, T* sum, bool fresh) {
+void sum_columns(Matrix<T> m, T* sum, bool fresh, Share panels) {
   constexpr int kChains = 4;  // independent sums, so that latency is hidden
-  for (int64_t j = 0; j < m.panels(); ++j)
+  for (int64_t j = panels.begin; j < panels.end; ++j)
     for (int c = 0; c < kPanel<T>; c += kLanes<T>) {
       Vec<T> chain[kChains] = {};
       int64_t i = 0;
@@ -60,25 +62,43 @@ void with_activation(resode::Activation activation, F f) {
   }
 }
 
-// What blocks of rows have in common: threads share nothing.
+// What blocks of rows have in common.
 template <class T>
 struct RowBlock {
   struct Shared {
-    Shared(const Stage&, const Tiling&, Arena&, int /*slots*/, bool /*vjp*/) {}
+    bool together;
+    Countdown* arrivals;
+
+    Shared(const Stage&, const Tiling& tiling, Arena& arena, int /*slots*/, bool /*vjp*/)
+        : together(tiling.together), arrivals(arena.take<Countdown>(tiling.threads)) {
+      for (int t = 0; arena.real() && t < tiling.threads; ++t) arrivals[t].value = 0;
+    }
   };
   static constexpr int kAhead = 2;  // steps that a thread may be ahead of another, less one
 
   const Stage& s;
+  Crew crew;  // of those who work on the same tile
+
+  RowBlock(const Stage& s, const Shared& shared, Team team)
+      : s(s), crew(shared.together ? team : Team{0, 1}, shared.arrivals) {}
 
   static Tiling tiling(const Stage& s) { return Tiling::of_rows<T>(s); }
 
   void record(void*) {}  // no statistics
 
-  // out ← scale · Σ sums of the threads, one worker's share
+  // out ← scale · Σ sums of the threads, one worker's share; of a tile that all work on together
+  // there is only one sum, and a worker's share is what it has summed up itself
   template <class S>
   void write_gradient(int, S* out, Matrix<T> sum, int64_t stride, Team team, T scale) const {
-    reduce(out, sum, stride, team.size, scale, Share(sum.rows, team.rank, team.size));
+    const bool together = crew.team.size > 1;
+    const Share rows = together ? Share::all(sum.rows) : Share(sum.rows, team.rank, team.size);
+    reduce(out, sum, stride, together ? 1 : team.size, scale, rows, mine(sum));
   }
+
+  // The thread's share of the panels of a matrix whose columns the crew divides.
+  Share mine(Matrix<T> m) const { return crew.share(m.panels()); }
+  void meet() { crew.meet(); }
+  bool leads() const { return crew.team.rank == 0; }
 
  protected:
   template <class S>
@@ -104,7 +124,9 @@ class Mlp : public RowBlock<T> {
   };
   enum { W1, B1, W2, B2 };
 
-  Mlp(const Stage& s, const typename RowBlock<T>::Shared&, Team) : RowBlock<T>{s} {}
+  using RowBlock<T>::RowBlock;
+  using RowBlock<T>::mine;
+  using RowBlock<T>::meet;
 
   // Gradient sums have their parameter's shape.
   Matrix<T> shape(int parameter) const {
@@ -133,14 +155,14 @@ class Mlp : public RowBlock<T> {
       const int64_t d = s.dim, m = s.hidden;
       const S* w1 = this->template parameter<S>(n, W1);
       const S* w2 = this->template parameter<S>(n, W2);
-      pack_transposed(w.w1_t, w1, d);
-      pack_transposed(w.w2_t, w2, m);
+      pack_transposed(w.w1_t, w1, d, mine(w.w1_t));
+      pack_transposed(w.w2_t, w2, m, mine(w.w2_t));
       if (w.w1.data) {
-        pack(w.w1, w1, m);
-        pack(w.w2, w2, d);
+        pack(w.w1, w1, m, mine(w.w1));
+        pack(w.w2, w2, d, mine(w.w2));
       }
-      if (w.b1) pack(Matrix<T>{w.b1, 1, m}, this->template parameter<S>(n, B1), 1);
-      if (w.b2) pack(Matrix<T>{w.b2, 1, d}, this->template parameter<S>(n, B2), 1);
+      if (w.b1) pack(Matrix<T>{w.b1, 1, m}, this->template parameter<S>(n, B1), 1, mine(w.w1_t));
+      if (w.b2) pack(Matrix<T>{w.b2, 1, d}, this->template parameter<S>(n, B2), 1, mine(w.w2_t));
     });
   }
 
@@ -149,26 +171,34 @@ class Mlp : public RowBlock<T> {
     return {arena.take<T>(size), vjp ? arena.take<T>(size) : nullptr};
   }
 
-  void trace(const Weights& w, Matrix<T> p, Trace t, bool vjp) const {
+  void trace(const Weights& w, Matrix<T> p, Trace t, bool vjp) {
     with_activation(s.activation, [&](auto activation) {
-      multiply(p, w.w1_t, w.b1, Activate<T, decltype(activation)>{t.u, vjp ? t.slope : nullptr});
+      multiply(p, w.w1_t, w.b1, Activate<T, decltype(activation)>{t.u, vjp ? t.slope : nullptr},
+               mine(w.w1_t));
     });
+    meet();
   }
 
-  void output(const Weights& w, Trace t, int64_t rows, Update<T> update) const {
-    multiply(Matrix<T>{t.u, rows, s.hidden}, w.w2_t, w.b2, update);
+  void output(const Weights& w, Trace t, int64_t rows, Update<T> update) {
+    multiply(Matrix<T>{t.u, rows, s.hidden}, w.w2_t, w.b2, update, mine(w.w2_t));
+    meet();
   }
 
   void vjp(const Weights& w, Matrix<T> p, Trace t, Matrix<T> g, const Gradient<T>& sum,
-           Update<T> update) const {
+           Update<T> update) {
     const Matrix<T> u{t.u, p.rows, s.hidden}, dz{t.slope, p.rows, s.hidden};
-    if (sum.of[W2].data) multiply_transposed(g, u, Accumulate<T>{sum.of[W2].data, sum.fresh});
-    if (sum.of[B2].data) sum_columns(g, sum.of[B2].data, sum.fresh);
-    if (!sum.of[W1].data && !sum.of[B1].data && update.empty()) return;
-    multiply(g, w.w2, nullptr, TimesSlope<T>{t.slope});
-    if (sum.of[W1].data) multiply_transposed(dz, p, Accumulate<T>{sum.of[W1].data, sum.fresh});
-    if (sum.of[B1].data) sum_columns(dz, sum.of[B1].data, sum.fresh);
-    if (!update.empty()) multiply(dz, w.w1, nullptr, update);
+    if (sum.of[W2].data)
+      multiply_transposed(g, u, Accumulate<T>{sum.of[W2].data, sum.fresh}, mine(u));
+    if (sum.of[B2].data) sum_columns(g, sum.of[B2].data, sum.fresh, mine(g));
+    if (sum.of[W1].data || sum.of[B1].data || !update.empty()) {
+      multiply(g, w.w2, nullptr, TimesSlope<T>{t.slope}, mine(dz));
+      meet();
+      if (sum.of[W1].data)
+        multiply_transposed(dz, p, Accumulate<T>{sum.of[W1].data, sum.fresh}, mine(p));
+      if (sum.of[B1].data) sum_columns(dz, sum.of[B1].data, sum.fresh, mine(dz));
+      if (!update.empty()) multiply(dz, w.w1, nullptr, update, mine(g));
+    }
+    meet();
   }
 };
 
@@ -184,7 +214,9 @@ class Linear : public RowBlock<T> {
     T *p, *g;
   };
 
-  Linear(const Stage& s, const typename RowBlock<T>::Shared&, Team) : RowBlock<T>{s} {}
+  using RowBlock<T>::RowBlock;
+  using RowBlock<T>::mine;
+  using RowBlock<T>::meet;
 
   Matrix<T> shape(int) const { return {nullptr, s.dim, s.dim}; }
 
@@ -198,8 +230,8 @@ class Linear : public RowBlock<T> {
   void pack_weights(const Weights& w, int64_t n) const {
     with_storage<T>(s.storage, [&](auto storage) {
       const auto* theta = this->template parameter<decltype(storage)>(n, 0);
-      pack_transposed(w.theta_t, theta, s.dim);
-      if (w.theta.data) pack(w.theta, theta, s.dim);
+      pack_transposed(w.theta_t, theta, s.dim, mine(w.theta_t));
+      if (w.theta.data) pack(w.theta, theta, s.dim, mine(w.theta));
     });
   }
 
@@ -208,21 +240,30 @@ class Linear : public RowBlock<T> {
     return {arena.take<T>(size), vjp ? arena.take<T>(size) : nullptr};
   }
 
-  void trace(const Weights&, Matrix<T> p, Trace t, bool) const {
-    memcpy(t.p, p.data, p.size() * sizeof(T));
-  }
+  void trace(const Weights&, Matrix<T> p, Trace t, bool) { copy(t.p, p); }
 
-  void output(const Weights& w, Trace t, int64_t rows, Update<T> update) const {
-    multiply(Matrix<T>{t.p, rows, s.dim}, w.theta_t, nullptr, update);
+  void output(const Weights& w, Trace t, int64_t rows, Update<T> update) {
+    multiply(Matrix<T>{t.p, rows, s.dim}, w.theta_t, nullptr, update, mine(w.theta_t));
+    meet();
   }
 
   void vjp(const Weights& w, Matrix<T>, Trace t, Matrix<T> g, const Gradient<T>& sum,
-           Update<T> update) const {
-    const Matrix<T> p{t.p, g.rows, s.dim}, copy{t.g, g.rows, s.dim};
-    if (sum.of[0].data) multiply_transposed(g, p, Accumulate<T>{sum.of[0].data, sum.fresh});
-    if (update.empty()) return;
-    memcpy(copy.data, g.data, g.size() * sizeof(T));
-    multiply(copy, w.theta, nullptr, update);
+           Update<T> update) {
+    const Matrix<T> p{t.p, g.rows, s.dim}, kept{t.g, g.rows, s.dim};
+    if (sum.of[0].data)
+      multiply_transposed(g, p, Accumulate<T>{sum.of[0].data, sum.fresh}, mine(p));
+    if (!update.empty()) {
+      copy(kept.data, g);
+      multiply(kept, w.theta, nullptr, update, mine(g));
+    }
+    meet();
+  }
+
+ private:
+  void copy(T* to, Matrix<T> m) {
+    const Matrix<T> part = m.part(mine(m));
+    memcpy(to + (part.data - m.data), part.data, part.size() * sizeof(T));
+    meet();
   }
 };
 

@@ -85,6 +85,11 @@ class Conv {
     }
   }
 
+  // A tile is one thread's.
+  Share mine(Matrix<T> m) const { return Share::all(m.panels()); }
+  void meet() const {}
+  bool leads() const { return true; }
+
   // Where the statistics of the evaluations to come are written down.
   void record(void* statistics) { records = static_cast<T*>(statistics); }
 
@@ -171,7 +176,8 @@ class Conv {
   template <class S>
   void write_gradient(int k, S* to, Matrix<T> sum, int64_t stride, Team team, T scale) const {
     if (k % kPerLayer != Weight)
-      return reduce(to, sum, stride, team.size, scale, Share(sum.rows, team.rank, team.size));
+      return reduce(to, sum, stride, team.size, scale, Share(sum.rows, team.rank, team.size),
+                    Share::all(sum.panels()));
     const auto& shape = s.convolutions[k / kPerLayer];
     const int64_t in = shape.in, out = shape.out, taps = shape.size * shape.size;
     const int64_t points = window(s, k / kPerLayer).points();

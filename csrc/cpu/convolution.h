@@ -190,7 +190,8 @@ template <class T>
 void multiply_points(Points<T> v, Matrix<T> u, Points<T> m) {
   const int64_t points = v.band.window.points();
   for (int64_t k = 0; k < points; ++k)
-    multiply(v.at(k), weights_at(u, points, k), nullptr, Accumulate<T>{m.at(k).data, true});
+    multiply(v.at(k), weights_at(u, points, k), nullptr, Accumulate<T>{m.at(k).data, true},
+             Share::all(u.panels()));
 }
 
 // sum ← vᵀ d at every point, added to what is there unless fresh
@@ -198,7 +199,8 @@ template <class T>
 void multiply_points_transposed(Points<T> v, Points<T> d, Matrix<T> sum, bool fresh) {
   const int64_t points = v.band.window.points();
   for (int64_t k = 0; k < points; ++k)
-    multiply_transposed(v.at(k), d.at(k), Accumulate<T>{weights_at(sum, points, k).data, fresh});
+    multiply_transposed(v.at(k), d.at(k), Accumulate<T>{weights_at(sum, points, k).data, fresh},
+                        Share::all(d.at(k).panels()));
 }
 
 // The window of one input and some outputs (lanes) at all points: u = G g Gᵀ

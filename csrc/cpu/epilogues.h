@@ -113,10 +113,10 @@ struct Update {
   }
 };
 
-// The same over values that were computed earlier.
+// The same over values that were computed earlier, from one place to another.
 template <class T, class Epilogue>
-void for_each_vector(const T* values, int64_t size, Epilogue epilogue) {
-  for (int64_t i = 0; i < size; i += kLanes<T>) {
+void for_each_vector(const T* values, int64_t begin, int64_t end, Epilogue epilogue) {
+  for (int64_t i = begin; i < end; i += kLanes<T>) {
     const Vec<T> v[1] = {load(values + i)};
     epilogue(i, v);
   }

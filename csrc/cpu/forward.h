@@ -20,21 +20,17 @@ size_t forward(const Stage& s, const resode::Forward& io, void* workspace) {
   Team::run(pass.tiling.threads, [&](Team team) {
     Worker<T, Scheme, Block> worker(pass, team);
     worker.bench.block.record(io.statistics);
-    worker.for_each_tile([&](Share rows) {
-      from_rows(pass.tile(state, rows), pass.tile_rows(static_cast<const T*>(io.x), rows));
-    });
+    worker.read(state, static_cast<const T*>(io.x));
     for (int64_t n = 0; n < s.steps; ++n) {
       worker.begin_step(n);
       const bool keep = s.keep_every && (n + 1) % s.keep_every == 0 && n + 1 < s.steps;
       worker.for_each_tile([&](Share rows) {
         const Matrix<T> x = pass.tile(state, rows);
         Scheme::slope(worker.bench, n, x, {{x.data, x.data, worker.bench.step}});
-        if (keep) to_rows(pass.tile_rows(pass.anchor(static_cast<T*>(io.anchors), n + 1), rows), x);
+        if (keep) worker.write_tile(pass.anchor(static_cast<T*>(io.anchors), n + 1), state, rows);
       });
     }
-    worker.for_each_tile([&](Share rows) {
-      to_rows(pass.tile_rows(y, rows), pass.tile(state, rows), worker.bench.point);
-    });
+    worker.write(y, state, worker.bench.point);
   });
   return arena.used();
 }

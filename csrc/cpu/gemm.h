@@ -89,26 +89,28 @@ int64_t column_of_blocks(int64_t rows, int64_t count, int64_t i, int64_t j, F f)
 
 // Covers rows × panels with register blocks of nearly equal height: 16 rows are 6 + 5 + 5.
 template <class F>
-void for_each_block(int64_t rows, int64_t panels, F f) {
+void for_each_block(int64_t rows, Share panels, F f) {
   const int64_t blocks = ceil_div(rows, kMaxRows);
   const int64_t height = rows / blocks, taller = rows % blocks;
-  for (int64_t j = 0; j < panels; ++j) {
+  for (int64_t j = panels.begin; j < panels.end; ++j) {
     int64_t i = 0;
     if (taller) i = column_of_blocks(height + 1, taller, i, j, f);
     column_of_blocks(height, blocks - taller, i, j, f);
   }
 }
 
+// Some of the product's panels.
 template <class T, class Epilogue>
-void multiply(Matrix<T> a, Matrix<T> b, const typename Matrix<T>::Value* bias, Epilogue epilogue) {
-  for_each_block(a.rows, b.panels(), [=](auto rows, int64_t i, int64_t j) RESODE_ALWAYS {
+void multiply(Matrix<T> a, Matrix<T> b, const typename Matrix<T>::Value* bias, Epilogue epilogue,
+              Share panels) {
+  for_each_block(a.rows, panels, [=](auto rows, int64_t i, int64_t j) RESODE_ALWAYS {
     block<decltype(rows)::value>(a, b, bias, i, j, epilogue);
   });
 }
 
 template <class T, class Epilogue>
-void multiply_transposed(Matrix<T> a, Matrix<T> b, Epilogue epilogue) {
-  for_each_block(a.columns, b.panels(), [=](auto rows, int64_t i, int64_t j) RESODE_ALWAYS {
+void multiply_transposed(Matrix<T> a, Matrix<T> b, Epilogue epilogue, Share panels) {
+  for_each_block(a.columns, panels, [=](auto rows, int64_t i, int64_t j) RESODE_ALWAYS {
     block_transposed<decltype(rows)::value>(a, b, i, j, epilogue);
   });
 }

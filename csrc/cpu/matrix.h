@@ -24,6 +24,14 @@ constexpr int64_t padded(int64_t columns) {
   return ceil_div(columns, kPanel<T>) * kPanel<T>;
 }
 
+// A contiguous share of `count` things for one of `parts` workers.
+struct Share {
+  int64_t begin, end;
+  Share(int64_t count, int64_t part, int64_t parts)
+      : begin(count * part / parts), end(count * (part + 1) / parts) {}
+  static Share all(int64_t count) { return {count, 0, 1}; }
+};
+
 template <class T>
 struct Matrix {
   using Value = T;
@@ -33,6 +41,12 @@ struct Matrix {
   int64_t panels() const { return ceil_div(columns, kPanel<T>); }
   int64_t size() const { return rows * panels() * kPanel<T>; }
   T* at(int64_t panel, int64_t row) const { return data + (panel * rows + row) * kPanel<T>; }
+
+  // Some of the panels.
+  Matrix part(Share of) const {
+    const int64_t begin = of.begin * kPanel<T>, end = min(of.end * kPanel<T>, columns);
+    return {at(of.begin, 0), rows, end - begin};
+  }
 };
 
 template <class T>

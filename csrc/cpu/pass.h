@@ -9,8 +9,8 @@ namespace {
 
 // A thread has what it works with to itself: the packed weights of the blocks in work, buffers for
 // a tile, gradient sums. Packing a block costs little next to using it on a tile's rows, and
-// nothing that another core has just written needs to be fetched. What a block's threads do share
-// is in Block::Shared.
+// nothing that another core has just written needs to be fetched. If threads work on tiles together
+// they share all that. What a block's threads share in any case is in Block::Shared.
 template <class T, class Scheme, class Block>
 struct Pass {
   const Stage& s;
@@ -33,7 +33,7 @@ struct Pass {
     Arena counter(nullptr);
     bench(counter, {0, 1});
     private_bytes = counter.used();
-    privates = arena.take<char>(private_bytes * tiling.threads);
+    privates = arena.take<char>(private_bytes * (tiling.together ? 1 : tiling.threads));
   }
 
   int slots() const { return s.tied ? 1 : Scheme::kSlots; }
@@ -91,12 +91,29 @@ class Worker {
       : bench(lay_out(pass, team)),
         pass(pass),
         team(team),
-        tiles(pass.tiling.tiles, team.rank, team.size) {}
+        tiles(pass.tiling.together ? Share::all(pass.tiling.tiles)
+                                   : Share(pass.tiling.tiles, team.rank, team.size)) {}
 
   // f(rows) for every tile that this thread owns.
   template <class F>
   void for_each_tile(F f) const {
     for (int64_t i = tiles.begin; i < tiles.end; ++i) f(pass.tiling.tile(i));
+  }
+
+  // state ← rows, and back; given a spare tile, the rows may be the state's own memory.
+  void read(T* state, const T* rows_of_state) {
+    for_each_tile([&](Share rows) {
+      if (bench.block.leads())
+        from_rows(pass.tile(state, rows), pass.tile_rows(rows_of_state, rows));
+    });
+    bench.block.meet();
+  }
+  void write(T* rows_of_state, T* state, T* spare = nullptr) {
+    for_each_tile([&](Share rows) { write_tile(rows_of_state, state, rows, spare); });
+  }
+  void write_tile(T* rows_of_state, T* state, Share rows, T* spare = nullptr) {
+    if (bench.block.leads())
+      to_rows(pass.tile_rows(rows_of_state, rows), pass.tile(state, rows), spare);
   }
 
   // Makes the blocks of step n ready.
@@ -132,8 +149,13 @@ class Worker {
   int64_t held[2] = {-1, -1};  // the blocks whose weights are in the slots
 
   static Bench<T, Block> lay_out(const Pass<T, Scheme, Block>& pass, Team team) {
-    Arena arena(pass.privates + team.rank * pass.private_bytes);
+    Arena arena(pass.privates + place(pass, team) * pass.private_bytes);
     return pass.bench(arena, team);
+  }
+
+  // Which of the places to work at is this thread's: there is only one if all work together.
+  static int place(const Pass<T, Scheme, Block>& pass, Team team) {
+    return pass.tiling.together ? 0 : team.rank;
   }
 
   // This thread's share of the gradients that are complete after step n.
@@ -155,7 +177,7 @@ class Worker {
         if (!out) continue;
         const int64_t stride = pass.private_bytes / sizeof(T);
         Matrix<T> sum = mine.of[k];
-        sum.data -= team.rank * stride;
+        sum.data -= place(pass, team) * stride;
         bench.block.write_gradient(k, out, sum, stride, team, Scheme::gradient_scale(bench.step));
       }
     });

@@ -21,12 +21,13 @@ namespace {
 using resode::Rule;
 
 // p ← x − h Σ_i coefficient_i φ_i over the `count` newest evaluations, newest first: the value at
-// the next point of the polynomial through them.
+// the next point of the polynomial through them. Some panels of p.
 template <class T>
-void extrapolate(Matrix<T> p, const T* x, T h, const T* const* newest, int count) {
+void extrapolate(Matrix<T> p, const T* x, T h, const T* const* newest, int count, Share panels) {
   constexpr T coefficients[resode::kMaxOrder][resode::kMaxOrder] = {{1}, {2, -1}, {3, -3, 1}};
   const T* const c = coefficients[count - 1];
-  for (int64_t i = 0; i < p.size(); i += kLanes<T>) {
+  const int64_t panel = p.rows * kPanel<T>;
+  for (int64_t i = panels.begin * panel; i < panels.end * panel; i += kLanes<T>) {
     Vec<T> slope = c[0] * load(newest[0] + i);
     for (int k = 1; k < count; ++k) slope += c[k] * load(newest[k] + i);
     store(p.data + i, load(x + i) - h * slope);
@@ -70,8 +71,8 @@ class ReverseWorker : public Worker<T, Scheme, Block> {
         h(bench.step) {}
 
   void run() {
-    read(walk.cotangent, io.cotangent);
-    if (io.rule != Rule::exact) read(walk.state, io.start);
+    this->read(walk.cotangent, static_cast<const T*>(io.cotangent));
+    if (io.rule != Rule::exact) this->read(walk.state, static_cast<const T*>(io.start));
     for (int64_t n = s.steps - 1; n >= 0; --n) {
       if (s.keep_every && (n + 1 == s.steps || (n + 1) % s.keep_every == 0)) restart(n);
       this->begin_reverse_step(n);
@@ -81,11 +82,7 @@ class ReverseWorker : public Worker<T, Scheme, Block> {
       is_known = walk.known;
     }
     if (nonfinite >= 0) raise(*io.nonfinite, int32_t(nonfinite));
-    if (!io.grad_x) return;
-    this->for_each_tile([&](Share rows) {
-      T* const out = pass.tile_rows(static_cast<T*>(io.grad_x), rows);
-      to_rows(out, pass.tile(walk.cotangent, rows), bench.point);
-    });
+    if (io.grad_x) this->write(static_cast<T*>(io.grad_x), walk.cotangent, bench.point);
   }
 
  private:
@@ -99,12 +96,6 @@ class ReverseWorker : public Worker<T, Scheme, Block> {
   bool is_known = false;    // walk.known holds the first evaluation of the next step
   int64_t nonfinite = -1;   // the first step on the way back whose point is not finite
 
-  void read(T* state, const void* rows_of_state) const {
-    this->for_each_tile([&](Share rows) {
-      from_rows(pass.tile(state, rows), pass.tile_rows(static_cast<const T*>(rows_of_state), rows));
-    });
-  }
-
   // x[n+1] is a kept state, or the end. `exact` fills in the states of the segment that leads to
   // it.
   void restart(int64_t n) {
@@ -112,10 +103,10 @@ class ReverseWorker : public Worker<T, Scheme, Block> {
     if (io.rule != Rule::exact) {
       if (n + 1 == s.steps) return;
       is_known = false;
-      return read(walk.state, pass.anchor(anchors, n + 1));
+      return this->read(walk.state, pass.anchor(anchors, n + 1));
     }
     const int64_t begin = n - n % s.keep_every;
-    read(walk.state, begin ? pass.anchor(anchors, begin) : io.start);
+    this->read(walk.state, begin ? pass.anchor(anchors, begin) : static_cast<const T*>(io.start));
     for (int64_t m = begin; m < n; ++m) {
       this->begin_step(m);
       this->for_each_tile([&](Share rows) {
@@ -131,7 +122,7 @@ class ReverseWorker : public Worker<T, Scheme, Block> {
   void step(int64_t n, Share rows) {
     const Matrix<T> x = pass.tile(walk.state, rows), g = pass.tile(walk.cotangent, rows);
     const Matrix<T> p = point(n, rows, x);
-    if (io.nonfinite && nonfinite < 0 && !is_finite(p)) nonfinite = n;
+    if (io.nonfinite && nonfinite < 0 && !is_finite(p.part(bench.block.mine(p)))) nonfinite = n;
     T* const keep = walk.known && n > 0 ? pass.tile(walk.known, rows).data : nullptr;
     Update<T> next;
     if (io.rule == Rule::refined || io.rule == Rule::predicted) next.first = {x.data, x.data, -h};
@@ -155,7 +146,8 @@ class ReverseWorker : public Worker<T, Scheme, Block> {
       const T* newest[resode::kMaxOrder];
       for (int64_t i = 0; i < available; ++i)
         newest[i] = pass.tile(walk.history[(evaluations - 1 - i) % io.order], rows).data;
-      extrapolate(p, x.data, h, newest, available);
+      extrapolate(p, x.data, h, newest, available, bench.block.mine(p));
+      bench.block.meet();
     } else {
       Scheme::reverse_slope(bench, n, x, is_known ? pass.tile(walk.known, rows).data : nullptr,
                             to_p);

@@ -37,6 +37,13 @@ struct Bench {
   int gradient_slots() const { return tied ? 1 : slots + Block::kAhead; }
   void* result(int64_t n, int k) const { return results[index(n) * block.s.count + k]; }
 
+  // u(values), which have the place and shape of x's in a matrix of their own
+  void apply(const T* values, Matrix<T> x, Update<T> u) {
+    const Matrix<T> mine = x.part(block.mine(x));
+    const int64_t begin = mine.data - x.data;
+    for_each_vector(values, begin, begin + mine.size(), u);
+    block.meet();
+  }
   // u(f_n(p))
   void evaluate(int64_t n, Matrix<T> p, Update<T> u) {
     trace(n, p, traces[0], false);
@@ -72,7 +79,7 @@ struct Euler {
   // u(ψ_n(x)) with ψ_n = f_n; `known` is f_n(x) if an earlier step has computed it.
   static void reverse_slope(Bench<T, Block>& b, int64_t n, Matrix<T> x, const T* known,
                             Update<T> u) {
-    if (known) return for_each_vector(known, x.size(), u);
+    if (known) return b.apply(known, x, u);
     b.evaluate(n, x, u);
   }
 
@@ -135,7 +142,7 @@ struct Heun {
     const Matrix<T> y{b.middle, p.rows, p.columns};
     const typename Update<T>::Line move{y.data, p.data, h};
     if (known) {
-      for_each_vector(known, p.size(), Update<T>{move, {}, nullptr});
+      b.apply(known, p, Update<T>{move, {}, nullptr});
     } else {
       b.evaluate(first, p, {{b.first}, move});
     }

@@ -8,6 +8,10 @@
 #include <type_traits>
 #include <utility>
 
+#if defined(__AVX2__)
+#include <immintrin.h>
+#endif
+
 #include "../inline.h"
 
 // The kernels are compiled once per instruction set and linked into one module. Everything is kept
@@ -101,12 +105,39 @@ RESODE_PAIR_OPERATOR(*)
 RESODE_PAIR_OPERATOR(/)
 #undef RESODE_PAIR_OPERATOR
 
-// x where it is not beyond ±limit; a NaN stays one
+// The smaller and the larger of two, lane by lane: y where either is NaN. Compilers make a
+// comparison and a blend of the ternary operator, twice the work of x86's one instruction.
+template <class V>
+RESODE_INLINE V smaller(V x, V y) {
+#if defined(__AVX512F__)
+  if constexpr (std::is_same_v<V, Vec<float>>) return _mm512_min_ps(x, y);
+#elif defined(__AVX2__)
+  if constexpr (std::is_same_v<V, Vec<float>>) return _mm256_min_ps(x, y);
+#endif
+  return x < y ? x : y;
+}
+template <class V>
+RESODE_INLINE V larger(V x, V y) {
+#if defined(__AVX512F__)
+  if constexpr (std::is_same_v<V, Vec<float>>) return _mm512_max_ps(x, y);
+#elif defined(__AVX2__)
+  if constexpr (std::is_same_v<V, Vec<float>>) return _mm256_max_ps(x, y);
+#endif
+  return x > y ? x : y;
+}
+
+// x where it is not beyond the limit, or not beyond ±limit; a NaN stays one
+template <class V, Scalar T>
+RESODE_INLINE V at_most(V x, T limit) {
+  return smaller(V{} + limit, x);
+}
+template <class V, Scalar T>
+RESODE_INLINE Pair<V> at_most(Pair<V> x, T limit) {
+  return {at_most(x.a, limit), at_most(x.b, limit)};
+}
 template <class V, Scalar T>
 RESODE_INLINE V clamp(V x, T limit) {
-  const V high = V{} + limit;
-  const V bounded = x < -high ? -high : x;
-  return x > high ? high : bounded;
+  return at_most(larger(V{} - limit, x), limit);
 }
 template <class V, Scalar T>
 RESODE_INLINE Pair<V> clamp(Pair<V> x, T limit) {

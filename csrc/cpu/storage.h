@@ -80,17 +80,10 @@ void with_storage(resode::DType dtype, F f) {
   }
 }
 
-// A contiguous share of `count` things for one of `parts` workers.
-struct Share {
-  int64_t begin, end;
-  Share(int64_t count, int64_t part, int64_t parts)
-      : begin(count * part / parts), end(count * (part + 1) / parts) {}
-};
-
-// b[k, n] ← w[k, n]; rows beyond w's are zero.
+// b[k, n] ← w[k, n] for some panels of b; rows beyond w's are zero.
 template <class T, class S>
-void pack(Matrix<T> b, const S* w, int64_t w_rows) {
-  for (int64_t j = 0; j < b.panels(); ++j)
+void pack(Matrix<T> b, const S* w, int64_t w_rows, Share panels) {
+  for (int64_t j = panels.begin; j < panels.end; ++j)
     for (int64_t k = 0; k < b.rows; ++k)
       for (int c = 0; c < kPanel<T>; c += kLanes<T>) {
         const int64_t column = j * kPanel<T> + c;
@@ -101,8 +94,8 @@ void pack(Matrix<T> b, const S* w, int64_t w_rows) {
 
 // b[k, n] ← w[n, k], likewise; w has w_columns columns.
 template <class T, class S>
-void pack_transposed(Matrix<T> b, const S* w, int64_t w_columns) {
-  for (int64_t j = 0; j < b.panels(); ++j)
+void pack_transposed(Matrix<T> b, const S* w, int64_t w_columns, Share panels) {
+  for (int64_t j = panels.begin; j < panels.end; ++j)
     for (int c = 0; c < kPanel<T>; c += kLanes<T>)
       for (int64_t k = 0; k < b.rows; k += kLanes<T>) {
         const int64_t n = j * kPanel<T> + c;
@@ -119,17 +112,17 @@ void pack_transposed(Matrix<T> b, const S* w, int64_t w_columns) {
       }
 }
 
-// out ← scale · Σ_t sums[t], in the order of t; `out` is row-major and sums[t] lies at
-// sum.data + t · stride. One worker's share of the rows.
+// out ← scale · Σ_t sums[t], in the order of t, for some rows and panels; `out` is row-major and
+// sums[t] lies at sum.data + t · stride.
 template <class T, class S>
-void reduce(S* out, Matrix<T> sum, int64_t stride, int threads, T scale, Share rows) {
-  for (int64_t j = 0; j < sum.panels(); ++j)
+void reduce(S* out, Matrix<T> sum, int64_t stride, int sums, T scale, Share rows, Share panels) {
+  for (int64_t j = panels.begin; j < panels.end; ++j)
     for (int64_t i = rows.begin; i < rows.end; ++i)
       for (int c = 0; c < kPanel<T>; c += kLanes<T>) {
         const int64_t column = j * kPanel<T> + c;
         const T* p = sum.at(j, i) + c;
         Vec<T> v = load(p);
-        for (int t = 1; t < threads; ++t) v += load(p + t * stride);
+        for (int t = 1; t < sums; ++t) v += load(p + t * stride);
         store_narrowed<T>(out + i * sum.columns + column, sum.columns - column, scale * v);
       }
 }

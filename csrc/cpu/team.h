@@ -1,8 +1,10 @@
-// Threads and the tiles of rows they own.
+// Threads and their division of the work.
 //
-// The rows of a pass are cut into tiles that stay in a core's cache while a step works on them;
-// every thread owns the same contiguous run of tiles through all steps, so that sums over rows are
-// formed in one fixed order and results repeat bit for bit at a given number of threads.
+// The rows of a pass are cut into tiles that stay in a core's cache while a step works on them.
+// Every thread owns the same contiguous run of tiles through all steps; or, where rows are few and
+// wide, all threads work on every tile together, each on its share of the columns of every product,
+// so that each packs and sums up only a share of the weights. Either way sums over rows are formed
+// in one fixed order, and results repeat bit for bit at a given number of threads.
 
 #pragma once
 
@@ -21,21 +23,26 @@ struct Tiling {
   int64_t units, rows_per_unit;  // what a tile may not divide: a row, an image
   int64_t tiles;
   int threads;
+  bool together = false;
 
-  // Bytes of a tile's buffers that should stay in the second-level cache.
-  static constexpr int64_t kTileBytes = 512 << 10;
-  static constexpr int64_t kMinTileRows = 24, kMaxTileRows = 192;
+  // Enough rows to make up for a block's weights and gradient sums, which go by once per tile; few
+  // enough that the operands of a product stay in the second-level cache.
+  static constexpr int64_t kTileRows = 144;
+  // Fewer rows per thread and more panels per thread than these: threads work together.
+  static constexpr int64_t kFewRows = 96, kManyPanels = 4;
   // Multiply-adds in one matrix product below which another thread costs more than it brings.
   static constexpr int64_t kMinThreadWork = 32 << 10;
 
   // Tiles of rows that no block connects.
   template <class T>
   static Tiling of_rows(const resode::Stage& s) {
-    const int64_t row_bytes = (3 * padded<T>(s.dim) + 2 * padded<T>(s.hidden)) * int64_t(sizeof(T));
-    const int64_t tile_rows = max(kMinTileRows, min(kMaxTileRows, kTileBytes / row_bytes));
     const int64_t worth = ceil_div(s.rows * s.dim * s.hidden, kMinThreadWork);
-    const int threads = int(max(1, min(s.threads, min(worth, s.rows))));
-    return {s.rows, 1, threads * ceil_div(s.rows, threads * tile_rows), threads};
+    const int64_t threads = max(1, min(s.threads, worth));
+    const int64_t panels = ceil_div(min(s.dim, s.hidden), kPanel<T>);
+    if (s.rows < kFewRows * threads && panels >= kManyPanels * threads && threads > 1)
+      return {s.rows, 1, ceil_div(s.rows, kTileRows), int(threads), true};
+    const int64_t owners = max(1, min(threads, s.rows));
+    return {s.rows, 1, owners * ceil_div(s.rows, owners * kTileRows), int(owners)};
   }
 
   // Images that batch normalization connects: the threads go through every evaluation together,
@@ -115,7 +122,10 @@ class Crew {
   Crew(Team team, Countdown* arrivals) : team(team), arrivals(arrivals) {}
   const Team team;
 
+  Share share(int64_t count) const { return {count, team.rank, team.size}; }
+
   void meet() {
+    if (team.size == 1) return;
     arrivals[team.rank].set(--meetings);
     Countdown::wait(arrivals, team.size, meetings);
   }
