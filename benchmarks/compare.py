@@ -6,11 +6,12 @@ and gradient error, in one run.
 
 First of all a gate: no time is printed for a contestant whose outputs or gradients are off beyond
 what it states (contestants.py says what, and why). Then every contestant's peak memory, the rise
-of the process's peak over what it used before the step, in a process of its own, after a step to
-warm up; gradients of the parameters are included. Then times: medians and quartiles of steps that
-take turns in one process. Ratios are to standard backprop's median, for convolutions in the faster
-of the two memory formats. ``torch.compile`` is given 16 steps of the loop at a time (all of it at
-depth 16; of modules: one), and the same code runs all of them; compiling is not timed.
+of the process's peak over what it used before the step, in a process of its own that has warmed up
+on a shallow network; gradients of the parameters are included. Then times: medians and quartiles
+of steps that take turns in one process. Ratios are to standard backprop's median, for convolutions
+in the faster of the two memory formats. ``torch.compile`` is given 16 steps of the loop at a time
+(all of it at depth 16; of modules: one), and the same code runs all of them; compiling is not
+timed.
 
 Fused stages are held against the roofline: the rate of their matrix products as a fraction of the
 multiply-add peak, and the bytes that they must move as a fraction of what a copy streams. Peak and
@@ -36,7 +37,7 @@ from typing import Any
 
 import pictures
 import torch
-from contestants import Contestant, Gate, Refused, enlist
+from contestants import EVERYONE, Contestant, Gate, Refused, enlist
 from measure import (
     Times,
     bandwidth,
@@ -48,7 +49,7 @@ from measure import (
     return_memory,
     time_limit,
 )
-from networks import RULES, Config, Network, make_network
+from networks import COMPILED, RULES, Config, Network, make_network
 from peers import PEERS
 from report import Row, table, write
 from tqdm import tqdm
@@ -63,9 +64,11 @@ def step_memory(config: Config, name: str) -> int:
     warnings.simplefilter("ignore")  # of old packages, which the other process has printed
     return_memory()
     contestant = enlist(make_network(config), [name])[name]
+    shallow = enlist(make_network(replace(config, depth=4)), [name])[name]
+    warm = contestant if name == COMPILED else shallow
     with time_limit(LIMIT):
-        contestant.step()
-        contestant.network.forget()
+        warm.step()
+        warm.network.forget()
         return peak_memory(contestant.step, config.device)
 
 
@@ -157,14 +160,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--quick", action="store_true", help="tiny workloads: does everything run?")
     parser.add_argument("--only", default="*", metavar="GLOB", help="workloads by name")
-    parser.add_argument("--seconds", type=float, default=8.0, help="for the times of a workload")
+    parser.add_argument("--seconds", type=float, default=6.0, help="for the times of a workload")
+    parser.add_argument("--everyone", action="store_true", help="all contestants everywhere: hours")
     parser.add_argument("--device", default="cpu", help="cpu or cuda (default: cpu)")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     args = parser.parse_args(arguments)
     if args.device != "cpu" and not torch.cuda.is_available():
         parser.error(f"--device {args.device}: torch finds no GPU here")
     workloads = [
-        w._replace(config=replace(w.config, device=args.device))
+        Workload(replace(w.config, device=args.device), EVERYONE if args.everyone else w.names)
         for w in (QUICK if args.quick else WORKLOADS)
         if fnmatch(w.config.name, args.only)
     ]
@@ -177,7 +181,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             print(f"{name} is left out ({missing}); it can be installed as peers.py says\n")
     rows: list[Row] = []
     configs = {w.config.name: w.config for w in workloads}
-    options: dict[str, Any] = {"seconds": args.seconds, "rounds": (5, 60)}
+    options: dict[str, Any] = {"seconds": args.seconds, "rounds": (4, 60)}
     if args.quick:
         options = {"seconds": 0.2, "rounds": (3, 10)}
     with tqdm(workloads, unit="workload", file=sys.stderr) as bar:

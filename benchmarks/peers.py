@@ -235,6 +235,7 @@ def memcnn(network: CouplingNetwork) -> Forward:
             for c in network.blocks
         )
     )
+    warnings.filterwarnings("ignore", "TypedStorage is deprecated")
     # It frees the memory of what it is given, which is the batch of everybody.
     return lambda x: blocks(x.clone())
 

@@ -21,6 +21,12 @@ from peers import PEERS
 SWEEP = (STANDARD, CHANNELS_LAST, COMPILED, CHECKPOINT, "paper", "predicted")
 # torchdiffeq's is the only other package with Heun's steps.
 HEUN = (STANDARD, COMPILED, CHECKPOINT, *PEERS, *RULES)
+# Where a step takes seconds: of those with the same idea, the fastest.
+LARGE = (
+    *(STANDARD, CHANNELS_LAST, COMPILED, CHECKPOINT),
+    *("torchdiffeq, call per block", "momentumnet", "RevTorch"),
+    *RULES,
+)
 # Stages of modules beside what PyTorch has.
 MODULES = (STANDARD, COMPILED, PER_BLOCK, CHECKPOINT, *RULES)
 
@@ -72,11 +78,10 @@ WORKLOADS = [
         if shape not in ALL
     ),
     workload("64,1024,64", HEUN, scheme="heun"),
-    *(
-        workload(shape, EVERYONE, "conv")
-        for shape in ("16,256,64,10", "64,32,16,32", "256,32,16,8")
-    ),
-    workload("256,32,16,16", EVERYONE, "bottleneck"),
+    workload("16,256,64,10", EVERYONE, "conv"),
+    workload("64,32,16,32", LARGE, "conv"),
+    workload("256,32,16,8", LARGE, "conv"),
+    workload("256,32,16,8", EVERYONE, "bottleneck"),
     workload("256,512,16", EVERYONE, "residual"),
     workload("32,16,64,16", MODULES, "residual-conv"),
 ]
