@@ -161,7 +161,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--quick", action="store_true", help="tiny workloads: does everything run?")
     parser.add_argument("--only", default="*", metavar="GLOB", help="workloads by name")
     parser.add_argument("--seconds", type=float, default=6.0, help="for the times of a workload")
-    parser.add_argument("--everyone", action="store_true", help="all contestants everywhere; takes long")
+    parser.add_argument("--everyone", action="store_true", help="all, at all workloads: slow")
     parser.add_argument("--device", default="cpu", help="cpu or cuda (default: cpu)")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     args = parser.parse_args(arguments)
