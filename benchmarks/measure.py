@@ -7,9 +7,12 @@ import ctypes
 import gc
 import multiprocessing
 import platform
+import random
+import signal
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -73,12 +76,20 @@ def _status(field: str) -> int:
         return next(int(line.split()[1]) * 1024 for line in file if line.startswith(field))
 
 
+def return_memory() -> None:
+    """Gives what is free back to the system. For the rest of the process glibc is told to do so
+    with large blocks at once: by default it keeps some of them, and a peak would count memory that
+    nobody uses."""
+    libc = ctypes.CDLL(None)
+    libc.mallopt(M_MMAP_THRESHOLD, 64 << 10)
+    gc.collect()
+    libc.malloc_trim(0)
+
+
 def peak_memory(step: Callable[[], Any], device: str) -> int:
     """Bytes by which the peak during ``step`` exceeds what was in use before it.
 
-    On the CPU that is the resident set's peak, reset through /proc (Linux with glibc only). For the
-    rest of the process glibc is told to give large freed blocks back at once: by default it keeps
-    some of them, and the peak would count memory that nobody uses.
+    On the CPU that is the resident set's peak, reset through /proc (Linux with glibc only).
     """
     if device != "cpu":
         torch.cuda.synchronize()
@@ -87,10 +98,7 @@ def peak_memory(step: Callable[[], Any], device: str) -> int:
         step()
         torch.cuda.synchronize()
         return torch.cuda.max_memory_allocated() - before
-    libc = ctypes.CDLL(None)
-    libc.mallopt(M_MMAP_THRESHOLD, 64 << 10)
-    gc.collect()
-    libc.malloc_trim(0)
+    return_memory()
     with open("/proc/self/clear_refs", "w") as file:
         file.write("5")
     before = _status("VmRSS")
@@ -98,10 +106,16 @@ def peak_memory(step: Callable[[], Any], device: str) -> int:
     return max(0, _status("VmHWM") - before)
 
 
+def megabytes(count: float | None) -> str:
+    if count is None:
+        return "out of memory"
+    return f"{count / 2**20:,.0f} MiB" if count >= 10 * 2**20 else f"{count / 2**20:.1f} MiB"
+
+
 def in_fresh_process(function: Callable[..., Any], *args: Any) -> Any:
     """function(*args) in a process of its own, or None if it ran out of memory."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch"])
+    context.set_forkserver_preload(["torch", "__main__"])
     receiver, sender = context.Pipe(duplex=False)
     process = context.Process(target=_send, args=(sender, function, args))
     process.start()
@@ -145,6 +159,36 @@ def peak_rate(device: str = "cpu") -> float:
     return 4 * 2 * n**3 / (time.perf_counter() - begin)
 
 
+def bandwidth(device: str = "cpu") -> float:
+    """Bytes per second that the machine can stream: read and written by a copy that no cache
+    holds."""
+    source = torch.ones(32 << 20, device=device)
+    copy = torch.empty_like(source).copy_(source)  # its pages are there now
+    if device != "cpu":
+        torch.cuda.synchronize()
+    begin = time.perf_counter()
+    copy.copy_(source)
+    if device != "cpu":
+        torch.cuda.synchronize()
+    return 2 * source.nbytes / (time.perf_counter() - begin)
+
+
+@contextmanager
+def time_limit(seconds: float) -> Iterator[None]:
+    """TimeoutError when the block takes longer; it comes between two operations of Python's."""
+
+    def stop(*_: Any) -> None:
+        raise TimeoutError(f"took more than {seconds:g} s")
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
 @dataclass
 class Times:
     """Median and quartiles, in seconds."""
@@ -154,6 +198,10 @@ class Times:
     high: float
 
 
+SHORT = 0.02
+"""Seconds of a step below which caches matter."""
+
+
 def interleaved(
     contestants: dict[str, Callable[[], Any]],
     *,
@@ -161,25 +209,35 @@ def interleaved(
     device: str = "cpu",
     seconds: float = 3.0,
     rounds: tuple[int, int] = (5, 50),
-    progress: Callable[[], None] = lambda: None,
 ) -> dict[str, Times]:
     """Times the contestants in turns, after a turn of warming up, so that a disturbance of the
-    machine meets all of them. ``after`` tidies up behind each, outside the timing."""
-    taken: dict[str, list[float]] = {name: [] for name in contestants}
+    machine meets all of them. Every turn has an order of its own. A step that is short goes once
+    without being timed before it goes again: in a training it would find the caches as itself left
+    them, not as the others did. ``after`` tidies up behind each step, outside the timing."""
+
+    def once(step: Callable[[], Any]) -> float:
+        if device != "cpu":
+            torch.cuda.synchronize()
+        start = time.perf_counter()
+        step()
+        if device != "cpu":
+            torch.cuda.synchronize()
+        seconds = time.perf_counter() - start
+        after()
+        return seconds
+
     begin = time.perf_counter()
+    last = {name: once(step) for name, step in contestants.items()}
+    taken: dict[str, list[float]] = {name: [] for name in contestants}
+    order, generator = list(contestants.items()), random.Random(0)
     turn = 0
-    while turn < rounds[0] + 1 or (turn < rounds[1] and time.perf_counter() - begin < seconds):
-        for name, step in contestants.items():
-            if device != "cpu":
-                torch.cuda.synchronize()
-            start = time.perf_counter()
-            step()
-            if device != "cpu":
-                torch.cuda.synchronize()
-            if turn > 0:
-                taken[name].append(time.perf_counter() - start)
-            after()
+    while turn < rounds[0] or (turn < rounds[1] and time.perf_counter() - begin < seconds):
+        generator.shuffle(order)
+        for name, step in order:
+            if last[name] < SHORT:
+                once(step)
+            last[name] = once(step)
+            taken[name].append(last[name])
         turn += 1
-        progress()
     quartiles = {name: statistics.quantiles(t, n=4) for name, t in taken.items()}
     return {name: Times(q[1], q[0], q[2]) for name, q in quartiles.items()}

@@ -20,13 +20,18 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import torch
+from contestants import relative, run
 from matplotlib.ticker import FuncFormatter, NullFormatter
-from measure import in_fresh_process, interleaved, machine, peak_memory, write_csv
+from measure import (
+    in_fresh_process,
+    interleaved,
+    machine,
+    megabytes,
+    peak_memory,
+    write_csv,
+)
 from networks import (
-    CHANNELS_LAST,
-    CHECKPOINT,
     NETWORKS,
-    PER_BLOCK,
     RULES,
     STANDARD,
     WEIGHTS,
@@ -34,17 +39,8 @@ from networks import (
     Network,
     make_network,
 )
+from pictures import COLOURS
 from tqdm import tqdm
-
-COLOURS = {
-    STANDARD: "#4d4d4d",
-    CHANNELS_LAST: "#8c8c8c",
-    PER_BLOCK: "#d37295",
-    CHECKPOINT: "#b07aa1",
-    "paper": "#e69f00",
-    "refined": "#0072b2",
-    "predicted": "#009e73",
-}
 
 
 @dataclass
@@ -72,19 +68,17 @@ def step_memory(config: Config, contestant: str) -> int:
 
 def compare_gradients(network: Network) -> dict[str, float]:
     """Relative gradient errors; refuses to go on if the outputs do not agree."""
-    errors, y, exact = {}, torch.empty(0), torch.empty(0)
-    for name, step in network.contestants().items():
-        step()
-        assert network.output is not None
-        if name == STANDARD:
-            y, exact = network.output, network.gradients()
-        difference = float((network.output - y).norm() / y.norm())
+    steps = network.contestants()
+    exact = run(network, steps[STANDARD])
+    errors = {}
+    for name, step in steps.items():
+        mine = run(network, step)
+        difference = relative(mine.output, exact.output)
         if not difference < 1e-4:
             raise SystemExit(
                 f"{name}: the output differs from standard backprop's by {difference:.1e}"
             )
-        errors[name] = float((network.gradients() - exact).norm() / exact.norm())
-        network.forget()
+        errors[name] = relative(mine.gradients, exact.gradients)
     return errors
 
 
@@ -131,12 +125,6 @@ def describe(config: Config) -> str:
     hidden = "" if config.stage == "linear" else f", hidden {config.hidden}"
     images = f" images of {config.size} × {config.size}" if config.size > 1 else ""
     return f"{config.scheme}, width {config.dim}{hidden}, batch {config.batch}{images}"
-
-
-def megabytes(count: float | None) -> str:
-    if count is None:
-        return "out of memory"
-    return f"{count / 2**20:,.0f} MiB" if count >= 10 * 2**20 else f"{count / 2**20:.1f} MiB"
 
 
 def table(points: list[Point]) -> str:
@@ -231,7 +219,7 @@ def main() -> None:
     kind = NETWORKS[args.stage]
     depths = sorted(args.depths or kind.depths)
     if args.hidden is None:
-        args.hidden = kind.hidden_factor * args.dim
+        args.hidden = int(kind.hidden_factor * args.dim)
     batch, size = args.batch or kind.batch, args.size or kind.size
     if min(args.dim, args.hidden, batch, size, *depths) < 1:
         parser.error("--dim, --hidden, --batch, --size and --depths must be at least 1")

@@ -8,21 +8,26 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
+from plain_adjoint import plain_adjoint
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import resode_kernels as rk
+from resode_kernels.conv import WINDOWS
 
 STANDARD = "standard backprop"
 CHANNELS_LAST = "standard, channels last"
+COMPILED = "standard, torch.compile"
 PER_BLOCK = "checkpoint, per block"
 CHECKPOINT = "checkpoint, √N segments"
+PLAIN = "paper's rule in plain PyTorch"
 RULES = ("paper", "refined", "predicted")
 WEIGHTS = ("independent", "smooth", "tied")
 
@@ -44,8 +49,18 @@ class Config:
     activation: str = "tanh"
 
     @property
+    def name(self) -> str:
+        """``stage-dim-batch-depth``, and what is not the default."""
+        more = [str(self.size)] * (self.size > 1) + ["heun"] * (self.scheme == "heun")
+        return "-".join([self.stage, str(self.dim), str(self.batch), str(self.depth), *more])
+
+    @property
     def tied(self) -> bool:
         return self.weights == "tied"
+
+
+Layer = list[Tensor] | nn.Module
+"""A block in the plain loop: its parameters, or a module."""
 
 
 class Network:
@@ -59,9 +74,16 @@ class Network:
     products: ClassVar[dict[str, int]]
     """Products (a layer's, its data gradient's or its weight gradient's) per block and training
     step of an untied Euler stage."""
+    states_moved: ClassVar[dict[str, int]] = {}
+    """Fused stages: how often a state, a cotangent or an evaluation that is remembered is read or
+    written per block and training step of an untied Euler stage. The forward pass takes the state
+    in and out, the reverse pass state and cotangent; ``predicted`` of order 2 reads two evaluations
+    and writes one."""
     depths: tuple[int, ...] = (4, 16, 64, 256, 1024)
     """To measure by default, as is what follows."""
-    hidden_factor = 1
+    hidden_factor: float = 1
+    compiled_length = 16
+    """Steps that ``torch.compile`` is given at a time."""
     batch, size, activation = 1024, 1, "tanh"
 
     stage: rk.Stage
@@ -71,14 +93,30 @@ class Network:
     def __init__(self, config: Config) -> None:
         self.config = config
         self.output: Tensor | None = None
+        self._walk_compiled: Callable[[list[Layer], Tensor], Tensor] | None = None
 
-    def f(self, n: int, x: Tensor) -> Tensor:
-        """Block n in the plain loop."""
+    def layers_of(self, x: Tensor) -> Sequence[Layer]:
+        """The blocks as the plain loop has them for a state like x; tied: one."""
+        raise NotImplementedError
+
+    def block(self, layer: Layer, x: Tensor) -> Tensor:
+        """f in the plain loop."""
         raise NotImplementedError
 
     def product_flops(self) -> float:
         """Of one product, as the plain formula counts them."""
         raise NotImplementedError
+
+    def kernel_flops(self) -> float:
+        """Of one product, as the fused kernels make it."""
+        return self.product_flops()
+
+    def bytes_moved(self, rule: str) -> float:
+        """Of a training step of a fused stage, at least: each pass over a block takes its states
+        once in and once out of memory, and its weights, and their gradients, once. If all of it
+        stays in a cache, memory sees less."""
+        weights = 3 * sum(p.nbytes for p in self.stage.parameters())
+        return weights + self.config.depth * self.states_moved[rule] * self.x.nbytes
 
     def parameters(self) -> list[nn.Parameter | Tensor]:
         """Those of the stage and of the loop."""
@@ -97,19 +135,26 @@ class Network:
     def training_steps(self) -> dict[str, Callable[[], None]]:
         depth = self.config.depth
         steps = {
-            STANDARD: lambda: self._train(lambda x: self.steps(0, depth, x)),
-            PER_BLOCK: lambda: self._train(lambda x: self._checkpointed(1, x)),
-            CHECKPOINT: lambda: self._train(
+            STANDARD: lambda: self.train(lambda x: self.steps(0, depth, x)),
+            COMPILED: lambda: self.train(self._compiled),
+            PER_BLOCK: lambda: self.train(lambda x: self._checkpointed(1, x)),
+            CHECKPOINT: lambda: self.train(
                 lambda x: self._checkpointed(math.ceil(math.sqrt(depth)), x)
             ),
+            PLAIN: lambda: self.train(self._plain_adjoint),
         }
+        if self.config.scheme == "heun":
+            del steps[PLAIN]
         for rule in RULES:
-            steps[rule] = lambda rule=rule: self._train(self.stage.configure(reverse=rule))
+            steps[rule] = self._rule_step(rule, "auto")
         return steps
 
-    def unit(self, seconds: dict[str, float]) -> float:
-        """The time that others are compared with."""
-        return min(seconds[name] for name in self.baselines)
+    def reference_step(self, rule: str) -> Callable[[], None]:
+        """A training step by the rule's definition in plain PyTorch."""
+        return self._rule_step(rule, "reference")
+
+    def _rule_step(self, rule: str, backend: str) -> Callable[[], None]:
+        return lambda: self.train(self.stage.configure(reverse=rule, backend=backend))
 
     def forget(self) -> None:
         """Drops gradients and the output, as between two steps."""
@@ -117,13 +162,36 @@ class Network:
         for p in self.parameters():
             p.grad = None
 
-    def _train(
+    def train(
         self, forward: Callable[[Tensor], Tensor], x: Tensor | None = None, g: Tensor | None = None
     ) -> None:
+        """A training step with ``forward`` as the network."""
         x = (self.x if x is None else x).detach().requires_grad_()
         y = forward(x)
         self.output = y.detach()
         y.backward(self.cotangent if g is None else g)
+
+    def steps(self, begin: int, end: int, x: Tensor) -> Tensor:
+        """The plain loop, from x[begin] = x to x[end]."""
+        return self.walk(self.layers_between(begin, end, x), x)
+
+    def layers_between(self, begin: int, end: int, x: Tensor) -> list[Layer]:
+        """Those of the steps from x[begin] = x to x[end]."""
+        blocks = rk.How(scheme=self.config.scheme).blocks(end - begin)
+        layers = self.layers_of(x)
+        return [layers[0 if self.config.tied else n] for n in range(begin, begin + blocks)]
+
+    def walk(self, layers: Sequence[Layer], x: Tensor) -> Tensor:
+        h = 1 / self.config.depth
+        if self.config.scheme == "euler":
+            for layer in layers:
+                x = torch.add(x, self.block(layer, x), alpha=h)
+            return x
+        for layer, following in pairwise(layers):
+            a = self.block(layer, x)
+            a = (a + self.block(following, torch.add(x, a, alpha=h))) * 0.5
+            x = torch.add(x, a, alpha=h)
+        return x
 
     def _checkpointed(self, length: int, x: Tensor) -> Tensor:
         for begin in range(0, self.config.depth, length):
@@ -131,15 +199,22 @@ class Network:
             x = checkpoint(self.steps, begin, end, x, use_reentrant=False)
         return x
 
-    def steps(self, begin: int, end: int, x: Tensor) -> Tensor:
-        """The plain loop, from x[begin] = x to x[end]."""
-        h = 1 / self.config.depth
-        for n in range(begin, end):
-            a = self.f(n, x)
-            if self.config.scheme == "heun":
-                a = (a + self.f(n + 1, torch.add(x, a, alpha=h))) * 0.5
-            x = torch.add(x, a, alpha=h)
+    def _compiled(self, x: Tensor) -> Tensor:
+        """The plain loop in compiled segments: one compilation, of a function of the layers' own
+        parameters, serves all of them, for that of a deep loop takes minutes. A segment is as long
+        as it pays: small MLP blocks, compiled one by one, are slower than eager ones; modules, four
+        at a time, no faster than one by one."""
+        if self._walk_compiled is None:
+            torch._dynamo.reset()  # the code of other networks is not searched for this one's
+            self._walk_compiled = torch.compile(self.walk, fullgraph=True, dynamic=False)
+        for begin in range(0, self.config.depth, self.compiled_length):
+            end = min(begin + self.compiled_length, self.config.depth)
+            x = self._walk_compiled(self.layers_between(begin, end, x), x)
         return x
+
+    def _plain_adjoint(self, x: Tensor) -> Tensor:
+        layers = self.layers_between(0, self.config.depth, x)
+        return plain_adjoint(self.block, layers, 1 / self.config.depth, x)
 
 
 class StackedNetwork(Network):
@@ -166,8 +241,8 @@ class StackedNetwork(Network):
     def product_flops(self) -> float:
         return 2 * self.config.batch * self.config.dim * self.config.hidden
 
-    def layer(self, n: int) -> list[Tensor]:
-        return self.layers[0 if self.config.tied else n]
+    def layers_of(self, x: Tensor) -> Sequence[Layer]:
+        return self.layers
 
     def parameters(self) -> list[nn.Parameter | Tensor]:
         return [*self.stage.parameters(), *(p for layer in self.layers for p in layer)]
@@ -194,13 +269,14 @@ class StackedNetwork(Network):
 class MLPNetwork(StackedNetwork):
     title = "Residual MLP stage"
     products: ClassVar = {STANDARD: 6, "paper": 9, "refined": 10, "predicted": 8}
+    states_moved: ClassVar = {"paper": 6, "refined": 6, "predicted": 9}
 
     def make_stage(self, **options: Any) -> rk.Stage:
         c = self.config
         return rk.MLPStage(c.dim, c.hidden, c.depth, c.activation, **options)
 
-    def f(self, n: int, x: Tensor) -> Tensor:
-        w1, b1, w2, b2 = self.layer(n)
+    def block(self, layer: Layer, x: Tensor) -> Tensor:
+        w1, b1, w2, b2 = layer
         sigma = getattr(F, self.config.activation)
         return torch.addmm(b2, sigma(torch.addmm(b1, x, w1.t())), w2.t())
 
@@ -208,12 +284,13 @@ class MLPNetwork(StackedNetwork):
 class LinearNetwork(StackedNetwork):
     title = "Residual linear stage"
     products: ClassVar = {STANDARD: 3, "paper": 4, "refined": 5, "predicted": 4}
+    states_moved: ClassVar = {"paper": 6, "refined": 6, "predicted": 9}
 
     def make_stage(self, **options: Any) -> rk.Stage:
         return rk.LinearStage(self.config.dim, self.config.depth, **options)
 
-    def f(self, n: int, x: Tensor) -> Tensor:
-        return torch.mm(x, self.layer(n)[0].t())
+    def block(self, layer: Layer, x: Tensor) -> Tensor:
+        return torch.mm(x, layer[0].t())
 
 
 class ModuleNetwork(Network):
@@ -221,6 +298,7 @@ class ModuleNetwork(Network):
 
     contestant_names = (STANDARD, PER_BLOCK, CHECKPOINT, *RULES)
     depths = (4, 16, 64)
+    compiled_length = 1
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
@@ -237,8 +315,11 @@ class ModuleNetwork(Network):
         """Of the batch."""
         raise NotImplementedError
 
-    def f(self, n: int, x: Tensor) -> Tensor:
-        return self.stage.blocks[0 if self.config.tied else n](x)
+    def layers_of(self, x: Tensor) -> Sequence[Layer]:
+        return self.stage.blocks
+
+    def block(self, layer: Layer, x: Tensor) -> Tensor:
+        return layer(x)
 
     def parameters(self) -> list[nn.Parameter | Tensor]:
         return list(self.stage.parameters())
@@ -262,7 +343,6 @@ class TransformerNetwork(ModuleNetwork):
     """Pre-norm transformer blocks; the batch is split into sequences of 64 tokens."""
 
     title = "Stage of transformer blocks"
-    baselines = (PER_BLOCK,)
     products: ClassVar = {STANDARD: 3, PER_BLOCK: 4, "paper": 5, "refined": 5, "predicted": 4}
     hidden_factor = 4
 
@@ -304,6 +384,8 @@ class ConvNetwork(ModuleNetwork):
     """The paper's basic blocks; PyTorch's loop runs in both memory formats."""
 
     title = "Residual convolutional stage"
+    kind = "basic"
+    states_moved: ClassVar = {"paper": 6, "refined": 6, "predicted": 9}
     contestant_names = (STANDARD, CHANNELS_LAST, CHECKPOINT, *RULES)
     baselines = (STANDARD, CHANNELS_LAST)
     products: ClassVar = {STANDARD: 6, CHANNELS_LAST: 6, "paper": 10, "refined": 10, "predicted": 8}
@@ -318,9 +400,8 @@ class ConvNetwork(ModuleNetwork):
 
     def make_stage(self) -> rk.ResidualStage:
         c = self.config
-        return rk.ConvStage(
-            c.dim, c.depth, hidden=c.hidden, activation=c.activation, tied=c.tied, scheme=c.scheme
-        )
+        how = {"activation": c.activation, "tied": c.tied, "scheme": c.scheme}
+        return rk.ConvStage(c.dim, c.depth, self.kind, hidden=c.hidden, **how)
 
     def shape(self) -> tuple[int, ...]:
         return self.config.batch, self.config.dim, self.config.size, self.config.size
@@ -329,17 +410,30 @@ class ConvNetwork(ModuleNetwork):
         c = self.config
         return 2 * c.batch * c.size**2 * 9 * c.dim * c.hidden
 
+    def kernel_flops(self) -> float:
+        """Winograd's: 16 products for each patch of 2 × 2 pixels, in both directions."""
+        c = self.config
+        return 2 * c.batch * 16 * math.ceil(c.size / 2) ** 2 * c.dim * c.hidden
+
+    def bytes_moved(self, rule: str) -> float:
+        """Evaluating a layer takes its input in and its result out; on the way back there are
+        gradients beside both. So an evaluation and a product of the way back move the same."""
+        c = self.config
+        layers = len(WINDOWS[self.kind])
+        inside = 2 * (c.dim + (layers - 1) * c.hidden) * c.batch * c.size**2 * self.x.itemsize
+        evaluations = self.products[rule] / (self.products[STANDARD] / 3)
+        return super().bytes_moved(rule) + c.depth * evaluations * inside
+
     def training_steps(self) -> dict[str, Callable[[], None]]:
         depth = self.config.depth
         return {
             **super().training_steps(),
-            CHANNELS_LAST: lambda: self._train(lambda x: self.steps(0, depth, x), *self.batch_last),
+            CHANNELS_LAST: lambda: self.train(lambda x: self.steps(0, depth, x), *self.batch_last),
         }
 
-    def f(self, n: int, x: Tensor) -> Tensor:
+    def layers_of(self, x: Tensor) -> Sequence[Layer]:
         last = x.is_contiguous(memory_format=torch.channels_last)
-        blocks = self.blocks_last if last else self.stage.blocks
-        return blocks[0 if self.config.tied else n](x)
+        return self.blocks_last if last else self.stage.blocks
 
     def parameters(self) -> list[nn.Parameter | Tensor]:
         return [*self.stage.parameters(), *self.blocks_last.parameters()]
@@ -349,13 +443,30 @@ class ConvNetwork(ModuleNetwork):
         return torch.cat(grads)
 
 
+class BottleneckNetwork(ConvNetwork):
+    title = "Residual stage of bottlenecks"
+    kind = "bottleneck"
+    products: ClassVar = {STANDARD: 3, CHANNELS_LAST: 3, "paper": 5, "refined": 5, "predicted": 4}
+    hidden_factor = 0.25
+
+    def product_flops(self) -> float:
+        """Of all three convolutions in one direction."""
+        c = self.config
+        return 2 * c.batch * c.size**2 * c.hidden * (2 * c.dim + 9 * c.hidden)
+
+    def kernel_flops(self) -> float:
+        c = self.config
+        patches = math.ceil(c.size / 2) ** 2
+        return 2 * c.batch * c.hidden * (2 * c.size**2 * c.dim + 16 * patches * c.hidden)
+
+
 class ConvModulesNetwork(ConvNetwork):
     """The same blocks, run as modules."""
 
     title = "Stage of convolutional modules"
     contestant_names = (STANDARD, PER_BLOCK, CHECKPOINT, *RULES)
-    baselines = (PER_BLOCK,)
     products: ClassVar = {STANDARD: 6, PER_BLOCK: 8, "paper": 10, "refined": 10, "predicted": 8}
+    states_moved: ClassVar = {}
 
     def make_stage(self) -> rk.ResidualStage:
         c = self.config
@@ -367,6 +478,7 @@ NETWORKS: dict[str, type[Network]] = {
     "mlp": MLPNetwork,
     "linear": LinearNetwork,
     "conv": ConvNetwork,
+    "bottleneck": BottleneckNetwork,
     "residual": TransformerNetwork,
     "residual-conv": ConvModulesNetwork,
 }

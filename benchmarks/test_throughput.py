@@ -1,9 +1,9 @@
-"""The same training steps under pytest-benchmark, to follow one machine over time:
+"""The training steps of stages under pytest-benchmark, to follow one machine over time:
 
     pytest benchmarks --benchmark-only --benchmark-autosave
     pytest benchmarks --benchmark-only --benchmark-compare
 
-For ratios between contestants use throughput.py, which interleaves them.
+For ratios between contestants use compare.py, which interleaves them.
 """
 
 from __future__ import annotations
@@ -11,22 +11,35 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from memory_vs_depth import compare_gradients
-from networks import Config, MLPNetwork, Network, make_network
+from contestants import Contestant, Gate, enlist
+from networks import RULES, STANDARD, Config, make_network
+from workloads import shaped
 
-SHAPES = [(64, 1024, 64), (256, 1024, 8), (64, 32, 64)]
+CONFIGS = [
+    shaped("64,1024,64"),
+    shaped("256,1024,16"),
+    shaped("64,32,64"),
+    shaped("32,8,64"),
+    shaped("16,64,16,10", "conv"),
+    shaped("64,8,16,16", "conv"),
+    shaped("64,8,16,16", "bottleneck"),
+    shaped("128,256,8", "residual"),
+]
 
 
-@pytest.fixture(scope="module", params=SHAPES, ids=lambda s: "dim{}-batch{}-depth{}".format(*s))
-def network(request: pytest.FixtureRequest) -> Network:
-    dim, batch, depth = request.param
-    network = make_network(Config(dim=dim, hidden=dim, batch=batch, depth=depth))
-    compare_gradients(network)  # refuses outputs that disagree
-    return network
+@pytest.fixture(scope="module", params=CONFIGS, ids=lambda config: config.name)
+def contestants(request: pytest.FixtureRequest) -> dict[str, Contestant]:
+    """Admitted by the gate."""
+    config: Config = request.param
+    gate, network = Gate(), make_network(config)
+    admitted = enlist(network, (STANDARD, *RULES))
+    for contestant in admitted.values():
+        gate.check(contestant)
+    return admitted
 
 
-@pytest.mark.parametrize("contestant", MLPNetwork.products)
-def test_training_step(benchmark: Any, network: Network, contestant: str) -> None:
-    benchmark.group = f"dim {network.config.dim}, batch {network.config.batch}"
-    step = network.contestants()[contestant]
-    benchmark.pedantic(step, setup=network.forget, rounds=15, warmup_rounds=2)
+@pytest.mark.parametrize("name", [STANDARD, *RULES])
+def test_training_step(benchmark: Any, contestants: dict[str, Contestant], name: str) -> None:
+    network = contestants[name].network
+    benchmark.group = network.config.name
+    benchmark.pedantic(contestants[name].step, setup=network.forget, rounds=15, warmup_rounds=2)

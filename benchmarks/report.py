@@ -1,0 +1,79 @@
+"""The rows of compare.py: as a table, and as CSV."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from measure import machine, megabytes, write_csv
+from networks import RULES, Config
+
+
+@dataclass
+class Row:
+    """A contestant at a workload. What is not known is None, and the note says why."""
+
+    workload: str
+    contestant: str
+    seconds: float | None = None
+    seconds_low: float | None = None
+    seconds_high: float | None = None
+    time_ratio: float | None = None
+    peak_bytes: int | None = None
+    memory_ratio: float | None = None
+    gradient_error: float | None = None
+    stated_error: float | None = None
+    fraction_of_peak: float | None = None
+    fraction_of_bandwidth: float | None = None
+    peak_gflops: float | None = None
+    bandwidth_gbs: float | None = None
+    note: str = ""
+
+
+def table(rows: Sequence[Row]) -> str:
+    """Of one workload."""
+    width = max(len(label(row.contestant)) for row in rows)
+    head = (
+        f"{rows[0].workload:<{width}}  {'time/step (quartiles), ms':>30}  {'vs std':>7}"
+        f"  {'peak memory':>13}  {'vs std':>7}  {'error (stated)':>17}  {'of peak':>7}"
+        f"  {'of copy':>7}"
+    )
+    lines = [head, "-" * len(head)]
+    for row in rows:
+        name = f"{label(row.contestant):<{width}}"
+        if row.seconds is None:
+            lines.append(f"{name}  {row.note}")
+            continue
+        spread = f"{1e3 * (row.seconds_low or 0):,.2f} – {1e3 * (row.seconds_high or 0):,.2f}"
+        error = f"{row.gradient_error:.0e} ({row.stated_error:.0e})"
+        lines.append(
+            f"{name}  {1e3 * row.seconds:>10,.2f}  {f'({spread})':>18}  {_times(row.time_ratio):>7}"
+            f"  {megabytes(row.peak_bytes):>13}  {_times(row.memory_ratio):>7}  {error:>17}"
+            f"  {_percent(row.fraction_of_peak):>7}  {_percent(row.fraction_of_bandwidth):>7}"
+        )
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def label(name: str) -> str:
+    return f"resode_kernels, {name}" if name in RULES else name
+
+
+def _times(ratio: float | None) -> str:
+    return "" if ratio is None else f"{ratio:.2f} ×"
+
+
+def _percent(fraction: float | None) -> str:
+    return "" if fraction is None else f"{fraction:.0%}"
+
+
+def write(path: Path, configs: dict[str, Config], rows: Sequence[Row]) -> None:
+    """CSV, with what each workload is and the machine. ``configs``: by name."""
+    about = {name: machine(config.device) for name, config in configs.items()}
+    write_csv(
+        path,
+        [
+            {**asdict(configs[row.workload]), **asdict(row), "machine": about[row.workload]}
+            for row in rows
+        ],
+    )

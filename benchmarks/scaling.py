@@ -1,0 +1,173 @@
+"""How the time of a training step grows: with depth, with the batch, and with one thread against
+two; and what a small problem costs beyond its arithmetic.
+
+    python benchmarks/scaling.py [--only depth batch threads small]
+
+depth, batch   slopes of the time between neighbouring sizes, relative to the slope over all of
+               them: 1 everywhere if the cost is linear
+threads        time on one thread over time on two, in processes of their own, which take turns
+small          time of a step over 3 × its arithmetic at the measured peak + 50 µs
+
+Prints tables and writes scaling.csv.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from itertools import pairwise
+from pathlib import Path
+
+import torch
+from measure import (
+    in_fresh_process,
+    interleaved,
+    machine,
+    peak_rate,
+    table,
+    write_csv,
+)
+from networks import RULES, Config, make_network
+from tqdm import tqdm
+from workloads import shaped
+
+LINEAR = 0.05
+"""What slopes may differ by."""
+THREADS = 1.8
+SEVERAL = 20
+"""Steps of a small problem that are timed as one."""
+
+
+@dataclass
+class Line:
+    """``value``: what ``experiment`` is about, see above; ``bar``: what it should keep to."""
+
+    experiment: str
+    rule: str
+    workload: str
+    milliseconds: float
+    value: float
+    bar: str
+    holds: bool
+
+
+def depth(seconds: float) -> Iterator[Line]:
+    config = shaped("64,256,1")
+    sizes = [replace(config, depth=64 * 4**i) for i in range(4)]
+    yield from slopes("depth", sizes, [c.depth for c in sizes], seconds)
+
+
+def batch(seconds: float) -> Iterator[Line]:
+    config = shaped("64,1,16")
+    sizes = [replace(config, batch=256 * 4**i) for i in range(5)]
+    yield from slopes("batch", sizes, [c.batch for c in sizes], seconds)
+
+
+def slopes(
+    experiment: str, configs: Sequence[Config], sizes: Sequence[int], seconds: float
+) -> Iterator[Line]:
+    """Between neighbours."""
+    networks = [make_network(config) for config in configs]
+
+    def forget() -> None:
+        for network in networks:
+            network.forget()
+
+    for rule in RULES:
+        steps = {n.config.name: n.training_steps()[rule] for n in networks}
+        times = interleaved(steps, after=forget, seconds=seconds, rounds=(7, 100))
+        medians = [t.median for t in times.values()]
+        overall = (medians[-1] - medians[0]) / (sizes[-1] - sizes[0])
+        points = list(zip(times, medians, sizes, strict=True))
+        for (_, below, smaller), (name, above, larger) in pairwise(points):
+            slope = (above - below) / (larger - smaller) / overall
+            holds = abs(slope - 1) <= LINEAR
+            yield Line(experiment, rule, name, 1e3 * above, slope, f"1 ± {LINEAR}", holds)
+
+
+def threads(seconds: float) -> Iterator[Line]:
+    if (os.cpu_count() or 1) < 2:
+        print("threads: left out, this machine has one processor")
+        return
+    shapes = [shaped("64,2048,64"), shaped("256,2048,16"), shaped("64,32,16,16", "conv")]
+    for config in shapes:
+        for rule in RULES:
+            taken: dict[int, list[float]] = {1: [], 2: []}
+            for _ in range(5):
+                for count, times in taken.items():
+                    times.append(in_fresh_process(step_seconds, config, rule, count, seconds / 40))
+            one, two = (statistics.median(times) for times in taken.values())
+            ratio = one / two
+            bar = f"≥ {THREADS}"
+            yield Line("threads", rule, config.name, 1e3 * two, ratio, bar, ratio >= THREADS)
+
+
+def step_seconds(config: Config, rule: str, count: int, seconds: float) -> float:
+    """Of a training step on so many threads."""
+    torch.set_num_threads(count)
+    network = make_network(config)
+    step = {"step": network.training_steps()[rule]}
+    return interleaved(step, after=network.forget, seconds=seconds)["step"].median
+
+
+def small(seconds: float) -> Iterator[Line]:
+    network = make_network(shaped("32,8,64"))
+    peaks: list[float] = []
+
+    def several(step: Callable[[], None]) -> None:
+        for _ in range(SEVERAL):
+            step()
+            network.stage.zero_grad()
+
+    steps = network.training_steps()
+    contestants = {rule: lambda rule=rule: several(steps[rule]) for rule in RULES}
+    times = interleaved(
+        {**contestants, "peak": lambda: peaks.append(peak_rate())},
+        seconds=seconds,
+        rounds=(7, 100),
+    )
+    for rule in RULES:
+        taken = times[rule].median / SEVERAL
+        flops = network.product_flops() * network.products[rule] * network.config.depth
+        value = taken / (3 * flops / statistics.median(peaks) + 50e-6)
+        yield Line("small", rule, network.config.name, 1e3 * taken, value, "≤ 1", value <= 1)
+
+
+EXPERIMENTS = {"depth": depth, "batch": batch, "threads": threads, "small": small}
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--only", nargs="+", choices=list(EXPERIMENTS), default=list(EXPERIMENTS))
+    parser.add_argument("--seconds", type=float, default=30.0, help="for each table and rule")
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
+    args = parser.parse_args(arguments)
+    print(f"{machine()}, float32\n")
+    lines: list[Line] = []
+    for name in tqdm(args.only, unit="experiment", leave=False):
+        measured = list(EXPERIMENTS[name](args.seconds))
+        lines += measured
+        if measured:
+            tqdm.write(table([_readable(line) for line in measured]) + "\n")
+    write_csv(args.out / "scaling.csv", [{**asdict(x), "machine": machine()} for x in lines])
+    print(f"Wrote {args.out / 'scaling.csv'}")
+
+
+def _readable(line: Line) -> dict[str, str]:
+    return {
+        line.experiment: line.workload,
+        "rule": line.rule,
+        "time/step": f"{line.milliseconds:,.2f} ms",
+        "value": f"{line.value:.3f}",
+        "bar": line.bar,
+        "holds": "yes" if line.holds else "NO",
+    }
+
+
+if __name__ == "__main__":
+    main()
