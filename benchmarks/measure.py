@@ -198,8 +198,9 @@ class Times:
     high: float
 
 
-SHORT = 0.02
-"""Seconds of a step below which caches matter."""
+SHORT = 0.2
+"""Seconds of a step below which it matters what the step before it left behind: the caches, and the
+memory that malloc holds or has given back."""
 
 
 def interleaved(
@@ -212,8 +213,8 @@ def interleaved(
 ) -> dict[str, Times]:
     """Times the contestants in turns, after a turn of warming up, so that a disturbance of the
     machine meets all of them. Every turn has an order of its own. A step that is short goes once
-    without being timed before it goes again: in a training it would find the caches as itself left
-    them, not as the others did. ``after`` tidies up behind each step, outside the timing."""
+    without being timed before it goes again: in a training it would find the machine as itself left
+    it, not as the others did. ``after`` tidies up behind each step, outside the timing."""
 
     def once(step: Callable[[], Any]) -> float:
         if device != "cpu":

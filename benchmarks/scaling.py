@@ -1,12 +1,16 @@
 """How the time of a training step grows: with depth, with the batch, and with one thread against
-two; and what a small problem costs beyond its arithmetic.
+two; what a small problem costs beyond its arithmetic; and how fast convolutions are made.
 
-    python benchmarks/scaling.py [--only depth batch threads small]
+    python benchmarks/scaling.py [--only depth batch threads small products]
 
 depth, batch   slopes of the time between neighbouring sizes, relative to the slope over all of
                them: 1 everywhere if the cost is linear
 threads        time on one thread over time on two, in processes of their own, which take turns
 small          time of a step over 3 × its arithmetic at the measured peak + 50 µs
+products       of convolutional stages: rates of the forward products, those of the data gradients
+               and those of the weight gradients, over the measured peak, all that goes with them
+               included. The plain formula's operations count: Winograd's scheme makes fewer, and a
+               rate may exceed the peak
 
 Prints tables and writes scaling.csv.
 """
@@ -30,13 +34,16 @@ from measure import (
     table,
     write_csv,
 )
-from networks import RULES, Config, make_network
+from networks import RULES, Config, Network, make_network
+from torch import Tensor
 from tqdm import tqdm
 from workloads import shaped
 
 LINEAR = 0.05
 """What slopes may differ by."""
 THREADS = 1.8
+PRODUCTS = 0.8
+CONVOLUTIONS = ("16,256,64,10", "64,32,16,32", "256,32,16,8")
 SEVERAL = 20
 """Steps of a small problem that are timed as one."""
 
@@ -47,6 +54,7 @@ class Line:
 
     experiment: str
     rule: str
+    """Or which of the products."""
     workload: str
     milliseconds: float
     value: float
@@ -136,7 +144,55 @@ def small(seconds: float) -> Iterator[Line]:
         yield Line("small", rule, network.config.name, 1e3 * taken, value, "≤ 1", value <= 1)
 
 
-EXPERIMENTS = {"depth": depth, "batch": batch, "threads": threads, "small": small}
+def products(seconds: float) -> Iterator[Line]:
+    """By differences: the way back of ``paper`` evaluates f twice at every step, and takes weight
+    gradients only if they are wanted."""
+    for shape in CONVOLUTIONS:
+        network = make_network(shaped(shape, "conv"))
+        stage, x = network.stage.configure(reverse="paper"), network.x.detach().requires_grad_()
+        data_only = stage.requires_grad_(False)(x)
+        everything = stage.requires_grad_(True)(x)
+        peaks: list[float] = []
+
+        def forget(x: Tensor = x, network: Network = network) -> None:
+            x.grad = None
+            network.forget()
+
+        def back(y: Tensor, g: Tensor = network.cotangent) -> Callable[[], None]:
+            return lambda: y.backward(g, retain_graph=True)
+
+        times = interleaved(
+            {
+                "forward": torch.no_grad()(lambda stage=stage, x=x: stage(x)),
+                "data": back(data_only),
+                "all": back(everything),
+                "peak": lambda peaks=peaks: peaks.append(peak_rate()),
+            },
+            after=forget,
+            seconds=seconds,
+            rounds=(7, 100),
+        )
+        forward, data, both = (times[name].median for name in ("forward", "data", "all"))
+        flops = 2 * network.product_flops() * network.config.depth / statistics.median(peaks)
+        parts = {
+            "forward": forward,
+            "data gradient": data - 2 * forward,
+            "weight gradient": both - data,
+        }
+        for name, taken in parts.items():
+            rate, bar = flops / taken, f"≥ {PRODUCTS}"
+            yield Line(
+                "products", name, network.config.name, 1e3 * taken, rate, bar, rate >= PRODUCTS
+            )
+
+
+EXPERIMENTS = {
+    "depth": depth,
+    "batch": batch,
+    "threads": threads,
+    "small": small,
+    "products": products,
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -161,7 +217,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def _readable(line: Line) -> dict[str, str]:
     return {
         line.experiment: line.workload,
-        "rule": line.rule,
+        "": line.rule,
         "time/step": f"{line.milliseconds:,.2f} ms",
         "value": f"{line.value:.3f}",
         "bar": line.bar,
