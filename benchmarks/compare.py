@@ -19,8 +19,9 @@ copy take turns with the contestants. Convolutions are counted as the kernels ma
 Winograd's scheme with fewer operations than the plain formula; standard backprop's are the plain
 formula's.
 
-Workloads are named stage-dim-batch-depth, and images' sides; see workloads.py. Writes compare.csv
-and the pictures compare_batch.png, compare_peers.png and compare_roofline.png.
+Workloads are named stage-dim-batch-depth, and images' sides; see workloads.py. In the end there is
+a line for each, with speeds instead of times. Writes compare.csv, compare.md and the pictures
+compare_batch.png, compare_peers.png and compare_roofline.png.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ from measure import (
 )
 from networks import COMPILED, RULES, Config, Network, make_network
 from peers import PEERS
-from report import Row, table, write
+from report import Row, summary, table, write
 from tqdm import tqdm
 from workloads import QUICK, WORKLOADS, Workload
 
@@ -154,6 +155,11 @@ def fill(
             row.fraction_of_bandwidth = network.bytes_moved(name) / t.median / stream
 
 
+def tables(rows: Sequence[Row]) -> str:
+    names = dict.fromkeys(row.workload for row in rows)
+    return "\n\n".join(table([row for row in rows if row.workload == name]) for name in names)
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -190,7 +196,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
             rows += measured
             bar.write(table(measured) + "\n")
             write(args.out / "compare.csv", configs, rows)  # what is there is safe
-    written = [args.out / "compare.csv", *pictures.draw(rows, configs, args.out)]
+    print(summary(rows))
+    markdown = args.out / "compare.md"
+    markdown.write_text(f"{machine(args.device)}\n\n{summary(rows)}\n\n```\n{tables(rows)}\n```\n")
+    written = [args.out / "compare.csv", markdown, *pictures.draw(rows, configs, args.out)]
     print(f"Wrote {', '.join(map(str, written))}")
 
 

@@ -1,4 +1,4 @@
-"""The rows of compare.py: as a table, and as CSV."""
+"""The rows of compare.py: as a table, as a summary, and as CSV."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from measure import machine, megabytes, write_csv
-from networks import RULES, Config
+from networks import CHANNELS_LAST, CHECKPOINT, COMPILED, RULES, STANDARD, Config
+from peers import PEERS
 
 
 @dataclass
@@ -53,6 +54,52 @@ def table(rows: Sequence[Row]) -> str:
             f"  {_percent(row.fraction_of_peak):>7}  {_percent(row.fraction_of_bandwidth):>7}"
         )
     return "\n".join(line.rstrip() for line in lines)
+
+
+COLUMNS = (
+    "workload",
+    "standard",
+    "compiled",
+    "checkpoints",
+    "other packages",
+    *RULES,
+    "memory",
+    "error",
+)
+
+
+def summary(rows: Sequence[Row]) -> str:
+    """A line per workload, in Markdown: the time of standard backprop, and the speed of the others
+    relative to it. Of other packages the fastest; of the rules also their rates over the peak, and
+    memory and gradient error of the most precise."""
+    lines = [f"| {' | '.join(COLUMNS)} |", "|---" * len(COLUMNS) + "|"]
+    for workload in dict.fromkeys(row.workload for row in rows):
+        of = {row.contestant: row for row in rows if row.workload == workload and row.time_ratio}
+        peers = sorted((row for name, row in of.items() if name in PEERS), key=_ratio)
+        precise = of.get("refined") or of.get("paper")
+        unit = min((of[n] for n in (STANDARD, CHANNELS_LAST) if n in of), key=_ratio, default=None)
+        cells = [
+            workload,
+            f"{1e3 * (unit.seconds or 0):,.1f} ms" if unit else "",
+            *(_speed(of.get(name)) for name in (COMPILED, CHECKPOINT)),
+            f"{_speed(peers[0])} ({peers[0].contestant})" if peers else "",
+            *(_speed(of.get(rule)) for rule in RULES),
+            _times(precise.memory_ratio) if precise else "",
+            f"{precise.gradient_error:.0e}" if precise else "",
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _ratio(row: Row) -> float:
+    return row.time_ratio or 0
+
+
+def _speed(row: Row | None) -> str:
+    if row is None or row.time_ratio is None:
+        return ""
+    rate = "" if row.fraction_of_peak is None else f" ({_percent(row.fraction_of_peak)})"
+    return f"{1 / row.time_ratio:.2f} ×{rate}"
 
 
 def label(name: str) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import functools
 import importlib
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -15,6 +16,7 @@ import compare
 import contestants as who
 import measure
 import peers
+import profile_step
 import pytest
 import report
 import scaling
@@ -330,6 +332,9 @@ def test_a_whole_run_writes_csv_and_pictures(
     printed = capsys.readouterr().out
     assert "resode_kernels, predicted" in printed
     assert str(tmp_path / "compare.csv") in printed
+    markdown = (tmp_path / "compare.md").read_text()
+    assert f"| {MLP.name} | " in markdown
+    assert "resode_kernels, predicted" in markdown
 
 
 def test_memory_of_a_step_is_measured_in_a_fresh_process() -> None:
@@ -348,6 +353,45 @@ def test_scaling_reports_every_rule(monkeypatch: pytest.MonkeyPatch, tmp_path: P
         lines = list(csv.DictReader(file))
     assert {(line["experiment"], line["rule"]) for line in lines} >= {("small", r) for r in RULES}
     assert all(line["value"] == "2.0" for line in lines if line["experiment"] == "threads")
+
+
+def test_scaling_reports_every_direction_of_a_convolution(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(scaling, "CONVOLUTIONS", ("16,4,4,10",))
+    scaling.main(["--only", "products", "--seconds", "0", "--out", str(tmp_path)])
+    with (tmp_path / "scaling.csv").open() as file:
+        lines = list(csv.DictReader(file))
+    assert [line["rule"] for line in lines] == ["forward", "data gradient", "weight gradient"]
+
+
+def test_a_step_can_be_profiled(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["profile_step.py", "16,8,4", "--steps", "3"])
+    profile_step.main()
+    assert "3 steps" in capsys.readouterr().out
+
+
+def test_the_summary_has_a_line_for_each_workload_and_no_speed_for_the_refused() -> None:
+    def row(workload: str, contestant: str, ratio: float | None) -> report.Row:
+        return report.Row(workload, contestant, ratio, time_ratio=ratio, gradient_error=0.1)
+
+    text = report.summary(
+        [
+            row("a", STANDARD, 1.0),
+            row("a", "momentumnet", 4.0),
+            row("a", "RevTorch", 2.0),
+            row("a", "paper", 0.5),
+            row("a", "predicted", None),
+            row("b", STANDARD, 1.0),
+        ]
+    )
+    _, _, a, b = text.splitlines()
+    assert "0.50 × (RevTorch)" in a
+    assert "2.00 ×" in a
+    assert a.count("×") == 2
+    assert b.startswith("| b | 1,000.0 ms |")
 
 
 def test_every_workload_has_a_name_of_its_own() -> None:
