@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "bindings.h"
+#include "cpu/pages.h"
 
 namespace resode {
 
@@ -89,6 +90,7 @@ PYBIND11_MODULE(_C, m) {
         selected->reverse(s, io, reinterpret_cast<void*>(workspace));
       },
       no_gil);
+  m.def("use_large_pages", &use_large_pages, py::arg("address"), py::arg("bytes"));
   m.def(
       "fma_peak", [](int threads, double seconds) { return selected->fma_peak(threads, seconds); },
       py::arg("threads"), py::arg("seconds") = 0.2, no_gil);

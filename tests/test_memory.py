@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import subprocess
 import sys
 from pathlib import Path
@@ -195,3 +196,45 @@ def test_peak_memory_of_a_training_step(rule: str, tmp_path: Path) -> None:
     (shallow, shallow_parameters), (deep, deep_parameters) = run(64), run(1024)
     # The parameters themselves were there before the step: only their gradients are new.
     assert deep - shallow < 1.05 * (deep_parameters - shallow_parameters)
+
+
+PAGE = 2 << 20
+THP = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+
+
+def asks_for_large_pages(address: int) -> bool:
+    """Whether the mapping that the address is in was advised to have them."""
+    inside = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        first = line.split()[0]
+        if "-" in first and not first.endswith(":"):
+            begin, end = (int(text, 16) for text in first.split("-"))
+            inside = begin <= address < end
+        elif inside and first == "VmFlags:":
+            return "hg" in line.split()
+    raise ValueError(f"{address:#x} is not mapped")
+
+
+@pytest.mark.needs_cpp
+@pytest.mark.skipif(not THP.exists(), reason="this kernel has no transparent huge pages")
+def test_large_gradients_are_made_of_large_pages() -> None:
+    stage = rk.MLPStage(512, 512, 40, backend="cpp", reverse="paper")  # 40 MiB: mapped anew
+    stage(torch.randn(4, 512)).sum().backward()
+    assert stage.w1.grad is not None
+    begin = stage.w1.grad.data_ptr()
+    end = begin + stage.w1.grad.nbytes
+    assert asks_for_large_pages(-(-begin // PAGE) * PAGE)
+    assert asks_for_large_pages(end // PAGE * PAGE - 1)
+
+
+@pytest.mark.needs_cpp
+@pytest.mark.skipif(not THP.exists(), reason="this kernel has no transparent huge pages")
+def test_only_whole_large_pages_are_asked_for() -> None:
+    with mmap.mmap(-1, 8 * PAGE) as memory:
+        view = torch.frombuffer(memory, dtype=torch.uint8)
+        first = -(-view.data_ptr() // PAGE) * PAGE
+        cpp._C.use_large_pages(first + 4096, 2 * PAGE)  # the rest of a page, a page, its beginning
+        cpp._C.use_large_pages(first + 3 * PAGE + 4096, PAGE)  # no whole one
+        asked = [asks_for_large_pages(first + i * PAGE) for i in range(5)]
+        del view
+    assert asked == [False, True, False, False, False]

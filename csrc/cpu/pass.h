@@ -116,17 +116,14 @@ class Worker {
       to_rows(pass.tile_rows(rows_of_state, rows), pass.tile(state, rows), spare);
   }
 
-  // Makes the blocks of step n ready, and has the one fetched that the step after it will need.
-  void begin_step(int64_t n, int direction = 1) {
+  // Makes the blocks of step n ready.
+  void begin_step(int64_t n) {
     for (int64_t m = n; m < n + Scheme::kSlots; ++m) {
       const int64_t index = bench.index(m), slot = bench.slot(m);
       if (held[slot] == index) continue;
       bench.block.pack_weights(bench.weights[slot], index);
       held[slot] = index;
     }
-    const int64_t next = direction > 0 ? n + Scheme::kSlots : n - 1;
-    const bool worth_it = !pass.s.tied && pass.tiling.max_tile_rows() >= kFetchRows;
-    if (worth_it && next >= 0 && next < pass.s.blocks()) fetch(next);
   }
 
   // The reverse pass needs all threads' sums for a block's gradient. Nobody waits for them at once:
@@ -135,7 +132,7 @@ class Worker {
   // another, and a delay on one core does not stop the others.
 
   void begin_reverse_step(int64_t n) {
-    begin_step(n, -1);
+    begin_step(n);
     if (!pass.s.tied) Countdown::wait(pass.written, team.size, n + 1 + Block::kAhead);
   }
 
@@ -150,7 +147,6 @@ class Worker {
   const Team team;
   const Share tiles;
   int64_t held[2] = {-1, -1};  // the blocks whose weights are in the slots
-  static constexpr int64_t kFetchRows = 48, kFetchBytes = 160 << 10;
 
   static Bench<T, Block> lay_out(const Pass<T, Scheme, Block>& pass, Team team) {
     Arena arena(pass.privates + place(pass, team) * pass.private_bytes);
@@ -160,23 +156,6 @@ class Worker {
   // Which of the places to work at is this thread's: there is only one if all work together.
   static int place(const Pass<T, Scheme, Block>& pass, Team team) {
     return pass.tiling.together ? 0 : team.rank;
-  }
-
-  // Asks for a block's parameters to be brought to the second-level cache, if they are few enough
-  // to stay there while a step works. (With few rows a step is over before they come.)
-  void fetch(int64_t index) const {
-    const Stage& s = pass.s;
-    with_storage<T>(s.storage, [&](auto storage) {
-      int64_t bytes[resode::kMaxParameters], total = 0;
-      for (int k = 0; k < s.count; ++k) {
-        const Matrix<T> shape = bench.block.shape(k);
-        total += bytes[k] = shape.rows * shape.columns * int64_t(sizeof storage);
-      }
-      for (int k = 0; total <= kFetchBytes && k < s.count; ++k) {
-        const auto* const begin = static_cast<const char*>(s.parameters[index * s.count + k]);
-        for (int64_t i = 0; begin && i < bytes[k]; i += 64) __builtin_prefetch(begin + i, 0, 2);
-      }
-    });
   }
 
   // This thread's share of the gradients that are complete after step n.

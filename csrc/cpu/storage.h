@@ -116,8 +116,8 @@ void pack_transposed(Matrix<T> b, const S* w, int64_t w_columns, Share panels) {
 // sums[t] lies at sum.data + t · stride.
 template <class T, class S>
 void reduce(S* out, Matrix<T> sum, int64_t stride, int sums, T scale, Share rows, Share panels) {
-  for (int64_t j = panels.begin; j < panels.end; ++j)
-    for (int64_t i = rows.begin; i < rows.end; ++i)
+  for (int64_t i = rows.begin; i < rows.end; ++i)
+    for (int64_t j = panels.begin; j < panels.end; ++j)
       for (int c = 0; c < kPanel<T>; c += kLanes<T>) {
         const int64_t column = j * kPanel<T> + c;
         const T* p = sum.at(j, i) + c;

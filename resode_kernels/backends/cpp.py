@@ -31,10 +31,17 @@ def _pixel_rows(problem: Problem, state: Tensor) -> Tensor:
     return state.permute(0, 2, 3, 1) if problem.block == "conv" else state
 
 
+def _use_large_pages(memory: Tensor | None) -> None:
+    """For memory that the kernels are about to fill: see csrc/cpu/pages.h."""
+    if memory is not None:
+        _C.use_large_pages(memory.data_ptr(), memory.nbytes)
+
+
 def _run(problem: Problem, state: Tensor, io: Any) -> None:
     parameters = native.contiguous(problem.parameters)
     stage = native.stage_of(_C, problem, parameters, state, torch.get_num_threads())
     workspace = torch.empty(_C.workspace_bytes(stage, io), dtype=torch.uint8)
+    _use_large_pages(workspace)
     _C.run(stage, io, workspace.data_ptr())
 
 
@@ -57,5 +64,7 @@ def reverse(
     anchors = anchors.contiguous()
     grad_x = None if gradients[0] is None else _pixel_rows(problem, gradients[0])
     with native.written([grad_x, *gradients[1:]]) as results:
+        for result in results:
+            _use_large_pages(result)
         io = native.reverse_of(_C, problem, start, anchors, cotangent, results, nonfinite)
         _run(problem, start, io)
