@@ -149,8 +149,7 @@ def fill(
             row.memory_ratio = (row.peak_bytes or 0) / smallest if smallest else None
         if name in network.products and network.config.scheme == "euler":
             flops = network.kernel_flops() if name in RULES else network.product_flops()
-            work = flops * network.products[name] * network.config.depth
-            row.fraction_of_peak = work / t.median / peak
+            row.fraction_of_peak = flops * network.product_count(name) / t.median / peak
         if name in network.states_moved and network.config.scheme == "euler":
             row.fraction_of_bandwidth = network.bytes_moved(name) / t.median / stream
 

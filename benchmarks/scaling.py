@@ -4,7 +4,8 @@ two; what a small problem costs beyond its arithmetic; and how fast convolutions
     python benchmarks/scaling.py [--only depth batch threads small products]
 
 depth, batch   slopes of the time between neighbouring sizes, relative to the slope over all of
-               them: 1 everywhere if the cost is linear
+               them: 1 everywhere if the cost is linear. Over depth with 1024 rows; with few, it
+               shows when parameters and their gradients outgrow a cache
 threads        time on one thread over time on two, in processes of their own, which take turns
 small          time of a step over 3 × its arithmetic at the measured peak + 50 µs
 products       of convolutional stages: rates of the forward products, those of the data gradients
@@ -63,7 +64,7 @@ class Line:
 
 
 def depth(seconds: float) -> Iterator[Line]:
-    config = shaped("64,256,1")
+    config = shaped("64,1024,1")
     sizes = [replace(config, depth=64 * 4**i) for i in range(4)]
     yield from slopes("depth", sizes, [c.depth for c in sizes], seconds)
 
@@ -139,7 +140,7 @@ def small(seconds: float) -> Iterator[Line]:
     )
     for rule in RULES:
         taken = times[rule].median / SEVERAL
-        flops = network.product_flops() * network.products[rule] * network.config.depth
+        flops = network.product_flops() * network.product_count(rule)
         value = taken / (3 * flops / statistics.median(peaks) + 50e-6)
         yield Line("small", rule, network.config.name, 1e3 * taken, value, "≤ 1", value <= 1)
 
