@@ -1,7 +1,8 @@
 """How the time of a training step grows: with depth, with the batch, and with one thread against
-two; what a small problem costs beyond its arithmetic; and how fast convolutions are made.
+two; what a small problem costs beyond its arithmetic; how fast convolutions are made; and what the
+builds for other instruction sets make of theirs.
 
-    python benchmarks/scaling.py [--only depth batch threads small products]
+    python benchmarks/scaling.py [--only depth batch threads small products builds]
 
 depth, batch   slopes of the time between neighbouring sizes, relative to the slope over all of
                them: 1 everywhere if the cost is linear. Over depth with 1024 rows; with few, it
@@ -12,6 +13,8 @@ products       of convolutional stages: rates of the forward products, those of 
                and those of the weight gradients, over the measured peak, all that goes with them
                included. The plain formula's operations count: Winograd's scheme makes fewer, and a
                rate may exceed the peak
+builds         rate of the matrix products in a step, over the peak of the same instruction set,
+               relative to the best of those that this machine has
 
 Prints tables and writes scaling.csv.
 """
@@ -23,6 +26,7 @@ import os
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
@@ -40,10 +44,14 @@ from torch import Tensor
 from tqdm import tqdm
 from workloads import shaped
 
+from resode_kernels.backends import cpp
+
 LINEAR = 0.05
 """What slopes may differ by."""
 THREADS = 1.8
 PRODUCTS = 0.8
+BUILDS = 0.9
+BUILT = ("64,2048,64", "256,2048,16")
 CONVOLUTIONS = ("16,256,64,10", "64,32,16,32", "256,32,16,8")
 SEVERAL = 20
 """Steps of a small problem that are timed as one."""
@@ -55,7 +63,7 @@ class Line:
 
     experiment: str
     rule: str
-    """Or which of the products."""
+    """Or which of the products, or builds."""
     workload: str
     milliseconds: float
     value: float
@@ -187,12 +195,46 @@ def products(seconds: float) -> Iterator[Line]:
             )
 
 
+def builds(seconds: float) -> Iterator[Line]:
+    in_use = cpp._C.selected()
+    try:
+        for shape in BUILT:
+            yield from rates_of_builds(make_network(shaped(shape)), seconds)
+    finally:
+        cpp._C.select(in_use)
+
+
+def rates_of_builds(network: Network, seconds: float) -> Iterator[Line]:
+    peaks: dict[str, list[float]] = {name: [] for name in cpp._C.supported()}
+    step = network.training_steps()["paper"]
+
+    def train(build: str) -> None:
+        cpp._C.select(build)
+        step()
+
+    def measure_peak(build: str) -> None:
+        cpp._C.select(build)
+        peaks[build].append(peak_rate())
+
+    contestants = {name: partial(train, name) for name in peaks}
+    contestants |= {f"peak of {name}": partial(measure_peak, name) for name in peaks}
+    times = interleaved(contestants, after=network.forget, seconds=seconds, rounds=(7, 100))
+    flops = network.product_flops() * network.product_count("paper")
+    rates = {n: flops / times[n].median / statistics.median(peaks[n]) for n in peaks}
+    for name, rate in rates.items():
+        value, bar = rate / max(rates.values()), f"≥ {BUILDS}"
+        workload = f"{network.config.name}, {rate:.0%} of its peak"
+        taken = 1e3 * times[name].median
+        yield Line("builds", name, workload, taken, value, bar, value >= BUILDS)
+
+
 EXPERIMENTS = {
     "depth": depth,
     "batch": batch,
     "threads": threads,
     "small": small,
     "products": products,
+    "builds": builds,
 }
 
 

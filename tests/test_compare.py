@@ -36,7 +36,11 @@ from networks import (
 )
 from peers import PEERS, CouplingNetwork, MomentumNetwork
 from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
 from workloads import shaped
+
+from resode_kernels import ops
+from resode_kernels.backends import cpp
 
 pytestmark = pytest.mark.needs_cpp
 
@@ -346,6 +350,20 @@ def test_memory_of_a_step_is_measured_in_a_fresh_process() -> None:
     assert ours < standard / 4
 
 
+# Not "paper": the reference's evaluation at p ends with f(p), which that rule does not need.
+@pytest.mark.parametrize("name", [STANDARD, "refined", "predicted"])
+def test_products_are_counted_as_they_are_made(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Without the dispatcher between them, the counter sees what the operators do.
+    monkeypatch.setattr(ops, "forward", lambda x, p, b: ops._forward(x, *p.fields(), b))
+    monkeypatch.setattr(ops, "reverse", lambda *a: ops._reverse(*a[:4], *a[4].fields(), a[5]))
+    network = make_network(MLP)
+    step = network.reference_step(name) if name in RULES else network.training_steps()[name]
+    with FlopCounterMode(display=False) as counter:
+        step()
+    made = counter.get_total_flops() / network.product_flops()
+    assert made == network.product_count(name)
+
+
 def test_scaling_reports_every_rule(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(scaling, "in_fresh_process", lambda f, config, rule, count, s: 1 / count)
     scaling.main(["--only", "small", "threads", "--seconds", "0", "--out", str(tmp_path)])
@@ -353,6 +371,19 @@ def test_scaling_reports_every_rule(monkeypatch: pytest.MonkeyPatch, tmp_path: P
         lines = list(csv.DictReader(file))
     assert {(line["experiment"], line["rule"]) for line in lines} >= {("small", r) for r in RULES}
     assert all(line["value"] == "2.0" for line in lines if line["experiment"] == "threads")
+
+
+def test_scaling_holds_every_build_against_its_own_peak(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    in_use = cpp._C.selected()
+    monkeypatch.setattr(scaling, "BUILT", ("16,64,4",))
+    scaling.main(["--only", "builds", "--seconds", "0", "--out", str(tmp_path)])
+    with (tmp_path / "scaling.csv").open() as file:
+        lines = list(csv.DictReader(file))
+    assert [line["rule"] for line in lines] == cpp._C.supported()
+    assert max(float(line["value"]) for line in lines) == 1
+    assert cpp._C.selected() == in_use
 
 
 def test_scaling_reports_every_direction_of_a_convolution(
