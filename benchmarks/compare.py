@@ -2,7 +2,7 @@
 and gradient error, in one run.
 
     pip install '.[bench-peers]' && pip install --no-deps memcnn momentumnet
-    python benchmarks/compare.py [--only 'conv-*'] [--quick]
+    python benchmarks/compare.py [--only 'conv-*'] [--quick] [--redraw]
 
 First of all a gate: no time is printed for a contestant whose outputs or gradients are off beyond
 what it states (contestants.py says what, and why). Then every contestant's peak memory, the rise
@@ -52,7 +52,7 @@ from measure import (
 )
 from networks import COMPILED, RULES, Config, Network, make_network
 from peers import PEERS
-from report import Row, summary, table, write
+from report import Row, read, summary, table, write
 from tqdm import tqdm
 from workloads import QUICK, WORKLOADS, Workload
 
@@ -169,7 +169,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--everyone", action="store_true", help="all, at all workloads: slow")
     parser.add_argument("--device", default="cpu", help="cpu or cuda (default: cpu)")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
+    parser.add_argument("--redraw", action="store_true", help="tables and pictures of compare.csv")
     args = parser.parse_args(arguments)
+    if args.redraw:
+        return show(*read(args.out / "compare.csv"), args.out)
     if args.device != "cpu" and not torch.cuda.is_available():
         parser.error(f"--device {args.device}: torch finds no GPU here")
     workloads = [
@@ -195,10 +198,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
             rows += measured
             bar.write(table(measured) + "\n")
             write(args.out / "compare.csv", configs, rows)  # what is there is safe
+    show(rows, configs, machine(args.device), args.out)
+
+
+def show(rows: Sequence[Row], configs: dict[str, Config], about: str, out: Path) -> None:
+    rows = sorted(rows, key=lambda row: configs[row.workload].order)
     print(summary(rows))
-    markdown = args.out / "compare.md"
-    markdown.write_text(f"{machine(args.device)}\n\n{summary(rows)}\n\n```\n{tables(rows)}\n```\n")
-    written = [args.out / "compare.csv", markdown, *pictures.draw(rows, configs, args.out)]
+    markdown = out / "compare.md"
+    markdown.write_text(f"{about}\n\n{summary(rows)}\n\n```\n{tables(rows)}\n```\n")
+    written = [out / "compare.csv", markdown, *pictures.draw(rows, configs, out)]
     print(f"Wrote {', '.join(map(str, written))}")
 
 

@@ -58,6 +58,12 @@ class Config:
         return "-".join([self.stage, str(self.dim), str(self.batch), str(self.depth), *more])
 
     @property
+    def order(self) -> tuple[Any, ...]:
+        """In which workloads are listed."""
+        kind = list(NETWORKS).index(self.stage)
+        return kind, self.scheme, self.dim, self.batch, self.depth
+
+    @property
     def tied(self) -> bool:
         return self.weights == "tied"
 

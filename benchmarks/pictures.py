@@ -126,7 +126,8 @@ def _deepest(
 
 
 def draw_peers(rows: Sequence[Row], configs: dict[str, Config]) -> Any:
-    """Time against memory of all contestants, at up to four workloads of different kinds."""
+    """Time against memory of all contestants, at up to four workloads: of each kind the one for
+    which standard backprop takes most memory."""
     by_workload: dict[str, list[Row]] = {}
     for row in rows:
         if row.memory_ratio:
@@ -134,7 +135,8 @@ def draw_peers(rows: Sequence[Row], configs: dict[str, Config]) -> Any:
     kinds: dict[str, list[Row]] = {}
     for name, mine in by_workload.items():
         if any(row.contestant == PLAIN for row in mine):  # everyone was there
-            kinds[configs[name].stage] = max(kinds.get(configs[name].stage, []), mine, key=len)
+            stage = configs[name].stage
+            kinds[stage] = max(kinds.get(stage, mine), mine, key=_standard_memory)
     chosen = list(kinds.values())[:4]
     if not chosen:
         return None
@@ -171,6 +173,10 @@ def draw_peers(rows: Sequence[Row], configs: dict[str, Config]) -> Any:
     return figure
 
 
+def _standard_memory(rows: Sequence[Row]) -> int:
+    return next((row.peak_bytes or 0 for row in rows if row.contestant == STANDARD), 0)
+
+
 def _pad(axes: Any) -> None:
     """Room for the names on the right and the corner's text below."""
     low, high = axes.get_xlim()
@@ -194,8 +200,8 @@ def _annotate(axes: Any, rows: Sequence[Row]) -> None:
         width, height = 0.6 * size * len(text), 1.1 * size
         places = [
             (dx, dy - height / 2)
-            for dy in (0, 7, -7, 14, -14, 22, -22, 30, -30, 40, -40)
-            for dx in (8, -8 - width)
+            for dy in (0, 7, -7, 14, -14, 22, -22, 30, -30, 40, -40, 50, -50, 60, -60, 70, -70)
+            for dx in (8, -8 - width, 40)
         ]
 
         def box(place: tuple[float, float], x: float = x, y: float = y, w: float = width) -> Box:
@@ -208,6 +214,8 @@ def _annotate(axes: Any, rows: Sequence[Row]) -> None:
             if not any(_overlap(box(place), other) for other in taken)
             and frame.x0 < box(place)[0]
             and box(place)[2] < frame.x1
+            and frame.y0 + 20 * scale < box(place)[1]
+            and box(place)[3] < frame.y1
         )
         place = next(free, places[0])
         taken.append(box(place))
@@ -234,7 +242,9 @@ def _overlap(a: Box, b: Box) -> bool:
 def draw_roofline(rows: Sequence[Row], configs: dict[str, Config]) -> Any:
     """What fused stages make of the machine: products of the peak, bytes of the bandwidth."""
     fused = [row for row in rows if row.fraction_of_bandwidth is not None]
-    workloads = list(dict.fromkeys(row.workload for row in fused))
+    workloads = sorted(
+        dict.fromkeys(row.workload for row in fused), key=lambda name: configs[name].order
+    )
     if not workloads:
         return None
     figure, panels = plt.subplots(

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import csv
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
+from typing import Any, get_type_hints
 
 from measure import machine, megabytes, write_csv
 from networks import CHANNELS_LAST, CHECKPOINT, COMPILED, RULES, STANDARD, Config
@@ -112,6 +114,26 @@ def _times(ratio: float | None) -> str:
 
 def _percent(fraction: float | None) -> str:
     return "" if fraction is None else f"{fraction:.0%}"
+
+
+def read(path: Path) -> tuple[list[Row], dict[str, Config], str]:
+    """What ``write`` wrote: the rows, the workloads by name, and the machine."""
+    with path.open(newline="") as file:
+        lines = list(csv.DictReader(file))
+    configs = {line["workload"]: Config(**_typed(Config, line)) for line in lines}
+    return [Row(**_typed(Row, line)) for line in lines], configs, lines[0]["machine"]
+
+
+def _typed(kind: type[Config | Row], line: dict[str, str]) -> dict[str, Any]:
+    """The fields of a line that are ``kind``'s, as the types that it has them in."""
+    types = get_type_hints(kind)
+    return {field.name: _parse(line[field.name], types[field.name]) for field in fields(kind)}
+
+
+def _parse(text: str, kind: Any) -> Any:
+    if kind is str:
+        return text
+    return None if not text else int(text) if kind in (int, int | None) else float(text)
 
 
 def write(path: Path, configs: dict[str, Config], rows: Sequence[Row]) -> None:

@@ -364,6 +364,16 @@ def test_products_are_counted_as_they_are_made(name: str, monkeypatch: pytest.Mo
     assert made == network.product_count(name)
 
 
+def test_results_are_read_as_they_were_written(tmp_path: Path) -> None:
+    configs = {c.name: c for c in (MLP, CONV)}
+    rows = [
+        report.Row(MLP.name, STANDARD, 0.5, 0.4, 0.6, 1.0, 1000, 1.0, 0.0, 1e-5, 0.3, None, 200.0),
+        report.Row(CONV.name, "momentumnet", stated_error=1e-5, note="gradients off, by a lot"),
+    ]
+    report.write(tmp_path / "compare.csv", configs, rows)
+    assert report.read(tmp_path / "compare.csv") == (rows, configs, measure.machine())
+
+
 def test_scaling_reports_every_rule(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(scaling, "in_fresh_process", lambda f, config, rule, count, s: 1 / count)
     scaling.main(["--only", "small", "threads", "--seconds", "0", "--out", str(tmp_path)])
