@@ -210,5 +210,6 @@ def _run(
     method = how.method(checks.steps(depth, blocks, how))
     backend = backends.choose(how.backend, x.device, x.dtype)
     problem = Problem(block, activation, tuple(tensors), method)
-    y, _ = autograd.run(x.reshape(-1, dim), problem, backend)
-    return y.reshape(x.shape)
+    if x.dim() == 2:  # a reshape to the same is two nodes of the graph, too
+        return autograd.run(x, problem, backend)[0]
+    return autograd.run(x.reshape(-1, dim), problem, backend)[0].reshape(x.shape)

@@ -42,8 +42,7 @@ def _problem(fields: Sequence[Any]) -> Problem:
     return Problem(block, activation, tuple(parameters), Method(*method), layers, epsilon)
 
 
-def _new_states(x: Tensor, *fields: Any) -> tuple[Tensor, Tensor, Tensor]:
-    problem = _problem(fields)
+def _new_states(x: Tensor, problem: Problem) -> tuple[Tensor, Tensor, Tensor]:
     return (
         torch.empty_like(x),
         x.new_empty((problem.kept_states, *x.shape)),
@@ -51,31 +50,39 @@ def _new_states(x: Tensor, *fields: Any) -> tuple[Tensor, Tensor, Tensor]:
     )
 
 
-def _new_gradients(
-    start: Tensor, anchors: Tensor, cotangent: Tensor, needs: Sequence[bool], *fields: Any
-) -> list[Tensor]:
+def _new_gradients(start: Tensor, needs: Sequence[bool], problem: Problem) -> list[Tensor]:
     """For x and every parameter; empty where a gradient is not needed."""
-    inputs = (start, *_problem(fields).parameters)
     return [
         torch.empty_like(t) if t is not None and need else start.new_empty(0)
-        for t, need in zip(inputs, needs, strict=True)
+        for t, need in zip((start, *problem.parameters), needs, strict=True)
     ]
 
 
+def _fake_forward(x: Tensor, *fields: Any) -> tuple[Tensor, Tensor, Tensor]:
+    return _new_states(x, _problem(fields))
+
+
+def _fake_reverse(
+    start: Tensor, anchors: Tensor, cotangent: Tensor, needs: Sequence[bool], *fields: Any
+) -> list[Tensor]:
+    return _new_gradients(start, needs, _problem(fields))
+
+
 def _forward(x: Tensor, *fields: Any) -> tuple[Tensor, Tensor, Tensor]:
-    y, anchors, statistics = _new_states(x, *fields)
+    problem, backend = _problem(fields), backends.IMPLEMENTED[fields[-1]]
+    y, anchors, statistics = _new_states(x, problem)
     if x.numel():
-        backends.IMPLEMENTED[fields[-1]].forward(_problem(fields), x, y, anchors, statistics)
+        backend.forward(problem, x, y, anchors, statistics)
     return y, anchors, statistics
 
 
 def _reverse(
     start: Tensor, anchors: Tensor, cotangent: Tensor, needs: Sequence[bool], *fields: Any
 ) -> list[Tensor]:
-    gradients = _new_gradients(start, anchors, cotangent, needs, *fields)
-    wanted = [g if need else None for g, need in zip(gradients, needs, strict=True)]
+    problem, backend = _problem(fields), backends.IMPLEMENTED[fields[-1]]
+    gradients = _new_gradients(start, needs, problem)
     if start.numel():
-        problem, backend = _problem(fields), backends.IMPLEMENTED[fields[-1]]
+        wanted = [g if need else None for g, need in zip(gradients, needs, strict=True)]
         looked_for = nonfinite.looked_for(problem.method, start)
         found = nonfinite.nothing_found(start.device) if looked_for else None
         backend.reverse(problem, start, anchors, cotangent, wanted, found)
@@ -88,8 +95,8 @@ def _reverse(
 
 
 for _name, _implementation, _fake in (
-    ("forward", _forward, _new_states),
-    ("reverse", _reverse, _new_gradients),
+    ("forward", _forward, _fake_forward),
+    ("reverse", _reverse, _fake_reverse),
 ):
     library.impl(_name, _implementation, "CompositeExplicitAutograd")
     torch.library.register_fake(f"resode_kernels::{_name}", _fake, lib=library)
