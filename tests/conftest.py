@@ -23,12 +23,6 @@ from resode_kernels.backends.layerwise import Kernels
 INSTRUCTION_SETS = cpp._C.supported() if cpp.unavailable() is None else []
 
 
-def pytest_cmdline_main(config: pytest.Config) -> None:
-    """In parallel runs, tests that share an expensive fixture stay together."""
-    if getattr(config.option, "numprocesses", None):
-        config.option.dist = "loadgroup"
-
-
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Tests of the C++ kernels need them, unless they were not built; RESODE_CPP=1 insists."""
     if cpp.unavailable() is None or os.environ.get("RESODE_CPP") == "1":
