@@ -27,9 +27,9 @@ struct Tiling {
 
   // Enough rows to make up for a block's weights and gradient sums, which go by once per tile; few
   // enough that the operands of a product stay in the second-level cache.
-  static constexpr int64_t kTileRows = 144;
+  static constexpr int64_t kMinTileRows = 72, kMaxTileRows = 144, kOperandBytes = 192 << 10;
   // Fewer rows per thread and more panels per thread than these: threads work together.
-  static constexpr int64_t kFewRows = 96, kManyPanels = 4;
+  static constexpr int64_t kFewRows = 48, kManyPanels = 4;
   // Multiply-adds in one matrix product below which another thread costs more than it brings.
   static constexpr int64_t kMinThreadWork = 32 << 10;
 
@@ -39,10 +39,12 @@ struct Tiling {
     const int64_t worth = ceil_div(s.rows * s.dim * s.hidden, kMinThreadWork);
     const int64_t threads = max(1, min(s.threads, worth));
     const int64_t panels = ceil_div(min(s.dim, s.hidden), kPanel<T>);
+    const int64_t fitting = kOperandBytes / (max(s.dim, s.hidden) * int64_t(sizeof(T)));
+    const int64_t tile_rows = max(kMinTileRows, min(fitting, kMaxTileRows));
     if (s.rows < kFewRows * threads && panels >= kManyPanels * threads && threads > 1)
-      return {s.rows, 1, ceil_div(s.rows, kTileRows), int(threads), true};
+      return {s.rows, 1, ceil_div(s.rows, tile_rows), int(threads), true};
     const int64_t owners = max(1, min(threads, s.rows));
-    return {s.rows, 1, owners * ceil_div(s.rows, owners * kTileRows), int(owners)};
+    return {s.rows, 1, owners * ceil_div(s.rows, owners * tile_rows), int(owners)};
   }
 
   // Images that batch normalization connects: the threads go through every evaluation together,
