@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import functools
 import importlib
+import shutil
 import sys
 import time
 from collections.abc import Callable
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import compare
+import compare_builds
 import contestants as who
 import measure
 import peers
@@ -412,6 +414,57 @@ def test_a_step_can_be_profiled(
     monkeypatch.setattr(sys, "argv", ["profile_step.py", "16,8,4", "--steps", "3"])
     profile_step.main()
     assert "3 steps" in capsys.readouterr().out
+
+
+@pytest.fixture
+def two_builds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+    monkeypatch.setattr(cpp, "_C", cpp._C)  # which a comparison replaces
+    builds = [tmp_path / name / "resode_kernels" / "_C.so" for name in ("before", "after")]
+    for build in builds:
+        build.parent.mkdir(parents=True)
+        shutil.copy(cpp._C.__file__, build)
+    return builds
+
+
+def test_two_builds_are_two(two_builds: list[Path]) -> None:
+    before, after = (compare_builds.load(path, i) for i, path in enumerate(two_builds))
+    first, *_, last = cpp._C.supported()
+    before.select(first)
+    after.select(last)
+    assert (before.selected(), after.selected()) == (first, last)
+    assert Path(before.__file__) == two_builds[0]
+
+
+def test_builds_are_compared(
+    two_builds: list[Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = [*map(str, two_builds), "--shapes", "16,8,4", "--seconds", "0"]
+    monkeypatch.setattr(sys, "argv", ["compare_builds.py", *arguments])
+    compare_builds.main()
+    _, before, after = capsys.readouterr().out.splitlines()
+    assert "1 before" in before
+    assert "2 after" in after
+    assert "1.00" in before
+
+
+def test_builds_that_disagree_are_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpp, "_C", cpp._C)
+
+    class Wrong:
+        """Takes twice the step."""
+
+        def __init__(self, build: Any) -> None:
+            self.build = build
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self.build, name)
+
+        def Stage(self, *, step: float, **fields: Any) -> Any:
+            return self.build.Stage(step=2 * step, **fields)
+
+    builds = {"right": cpp._C, "wrong": Wrong(cpp._C)}
+    with pytest.raises(SystemExit, match="wrong's gradients are off"):
+        compare_builds.compare(MLP, "paper", builds, seconds=0)
 
 
 def test_the_summary_has_a_line_for_each_workload_and_no_speed_for_the_refused() -> None:
