@@ -22,11 +22,16 @@ namespace {
 using resode::kMaxParameters;
 using resode::Stage;
 
-// The gradient sums of one block, in the order of the parameters; null data: not wanted.
+// The gradient sums of one block, in the order of the parameters; null data: not wanted. Instead of
+// a sum there may be the gradient itself, if one product is all of it.
 template <class T>
 struct Gradient {
   Matrix<T> of[kMaxParameters];
   bool fresh = true;  // nothing summed yet
+  T* whole[kMaxParameters] = {};
+  T scale = 1;  // of whole gradients
+
+  bool wants(int k) const { return of[k].data || whole[k]; }
 };
 
 // sum[j] ← Σ_i m[i, j] for some panels, added to what is there unless fresh
@@ -75,6 +80,7 @@ struct RowBlock {
     }
   };
   static constexpr int kAhead = 2;  // steps that a thread may be ahead of another, less one
+  static constexpr bool kWritesWhole = true;  // gradients that are one product
 
   const Stage& s;
   Crew crew;  // of those who work on the same tile
@@ -101,6 +107,16 @@ struct RowBlock {
   bool leads() const { return crew.team.rank == 0; }
 
  protected:
+  // aᵀ b is added to the k-th gradient's sum, or written if it is all of the gradient.
+  void add_product(const Gradient<T>& gradient, int k, Matrix<T> a, Matrix<T> b) {
+    if (T* const whole = gradient.whole[k]) {
+      const WriteRows<T> write{whole, a.columns, b.columns, gradient.scale};
+      multiply_transposed(a, b, write, mine(b));
+    } else if (T* const sum = gradient.of[k].data) {
+      multiply_transposed(a, b, Accumulate<T>{sum, gradient.fresh}, mine(b));
+    }
+  }
+
   template <class S>
   const S* parameter(int64_t n, int k) const {
     return static_cast<const S*>(s.parameters[n * s.count + k]);
@@ -125,6 +141,7 @@ class Mlp : public RowBlock<T> {
   enum { W1, B1, W2, B2 };
 
   using RowBlock<T>::RowBlock;
+  using RowBlock<T>::add_product;
   using RowBlock<T>::mine;
   using RowBlock<T>::meet;
 
@@ -187,14 +204,12 @@ class Mlp : public RowBlock<T> {
   void vjp(const Weights& w, Matrix<T> p, Trace t, Matrix<T> g, const Gradient<T>& sum,
            Update<T> update) {
     const Matrix<T> u{t.u, p.rows, s.hidden}, dz{t.slope, p.rows, s.hidden};
-    if (sum.of[W2].data)
-      multiply_transposed(g, u, Accumulate<T>{sum.of[W2].data, sum.fresh}, mine(u));
+    add_product(sum, W2, g, u);
     if (sum.of[B2].data) sum_columns(g, sum.of[B2].data, sum.fresh, mine(g));
-    if (sum.of[W1].data || sum.of[B1].data || !update.empty()) {
+    if (sum.wants(W1) || sum.wants(B1) || !update.empty()) {
       multiply(g, w.w2, nullptr, TimesSlope<T>{t.slope}, mine(dz));
       meet();
-      if (sum.of[W1].data)
-        multiply_transposed(dz, p, Accumulate<T>{sum.of[W1].data, sum.fresh}, mine(p));
+      add_product(sum, W1, dz, p);
       if (sum.of[B1].data) sum_columns(dz, sum.of[B1].data, sum.fresh, mine(dz));
       if (!update.empty()) multiply(dz, w.w1, nullptr, update, mine(g));
     }
@@ -215,6 +230,7 @@ class Linear : public RowBlock<T> {
   };
 
   using RowBlock<T>::RowBlock;
+  using RowBlock<T>::add_product;
   using RowBlock<T>::mine;
   using RowBlock<T>::meet;
 
@@ -250,8 +266,7 @@ class Linear : public RowBlock<T> {
   void vjp(const Weights& w, Matrix<T>, Trace t, Matrix<T> g, const Gradient<T>& sum,
            Update<T> update) {
     const Matrix<T> p{t.p, g.rows, s.dim}, kept{t.g, g.rows, s.dim};
-    if (sum.of[0].data)
-      multiply_transposed(g, p, Accumulate<T>{sum.of[0].data, sum.fresh}, mine(p));
+    add_product(sum, 0, g, p);
     if (!update.empty()) {
       copy(kept.data, g);
       multiply(kept, w.theta, nullptr, update, mine(g));

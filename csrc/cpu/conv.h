@@ -32,6 +32,7 @@ template <class T>
 class Conv {
  public:
   static constexpr int kAhead = 1;
+  static constexpr bool kWritesWhole = false;
   enum { Weight, Gamma, Beta, Mean, Variance, kPerLayer };
 
   // One layer's parameters, packed.

@@ -66,6 +66,26 @@ struct Accumulate {
   }
 };
 
+// out ← scale · v, where out is row-major: a product that is a parameter's whole gradient
+template <class T>
+struct WriteRows {
+  T* out;
+  int64_t rows, columns;
+  T scale;
+
+  template <int N>
+  RESODE_INLINE void operator()(int64_t offset, const Vec<T> (&v)[N]) const {
+    const int64_t panel = offset / kPanel<T> / rows, row = offset / kPanel<T> % rows;
+    const int64_t column = panel * kPanel<T>;
+    T* const first = out + row * columns + column;
+#pragma GCC unroll 32
+    for (int i = 0; i < N; ++i) {
+      const int64_t c = i % 2 * kLanes<T>;
+      store_some(first + i / 2 * columns + c, columns - column - c, scale * v[i]);
+    }
+  }
+};
+
 // Every linear update of the residual stream and the cotangent. With v the product, or the mean of
 // the product and `other`:
 //

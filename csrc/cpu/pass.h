@@ -39,6 +39,12 @@ struct Pass {
   int slots() const { return s.tied ? 1 : Scheme::kSlots; }
   int64_t state_size() const { return s.rows * padded<T>(s.dim); }
 
+  // Whether a weight's gradient is one product: of all rows, in the one step that uses the block.
+  bool whole() const {
+    return Block::kWritesWhole && Scheme::kSlots == 1 && !s.tied && tiling.tiles == 1 &&
+           is_stored_as<T>(s.storage);
+  }
+
   // The rows of a tile, in a state of the kernels' layout and in a row-major one.
   Matrix<T> tile(T* state, Share rows) const {
     return {state + rows.begin * padded<T>(s.dim), rows.end - rows.begin, s.dim};
@@ -56,7 +62,7 @@ struct Pass {
 
   Bench<T, Block> bench(Arena& arena, Team team) const {
     const int64_t rows = tiling.max_tile_rows(), size = rows * padded<T>(s.dim);
-    Bench<T, Block> b{Block(s, shared, team), gradients, slots(), s.tied, T(s.step)};
+    Bench<T, Block> b{Block(s, shared, team), gradients, slots(), s.tied, whole(), T(s.step)};
     for (int i = 0; i < Scheme::kSlots; ++i)
       b.traces[i] = b.block.trace_space(arena, rows, gradients);
     b.point = arena.take<T>(size);
@@ -65,11 +71,14 @@ struct Pass {
       b.middle = arena.take<T>(size);
     }
     for (int i = 0; i < b.slots; ++i) b.weights[i] = b.block.weights(arena, i, gradients);
-    for (int i = 0; gradients && i < b.gradient_slots(); ++i)
+    for (int i = 0; gradients && i < b.gradient_slots(); ++i) {
+      b.gradients[i].scale = Scheme::gradient_scale(b.step);
       for (int k = 0; k < s.count; ++k) {
         const Matrix<T> shape = b.block.shape(k);
-        if (wanted(k)) b.gradients[i].of[k] = arena.matrix<T>(shape.rows, shape.columns);
+        if (wanted(k) && !b.is_whole(k))
+          b.gradients[i].of[k] = arena.matrix<T>(shape.rows, shape.columns);
       }
+    }
     return b;
   }
 
@@ -174,11 +183,11 @@ class Worker {
     with_storage<T>(pass.s.storage, [&](auto storage) {
       for (int k = 0; k < pass.s.count; ++k) {
         auto* const out = static_cast<decltype(storage)*>(bench.result(n, k));
-        if (!out) continue;
+        if (!out || bench.is_whole(k)) continue;
         const int64_t stride = pass.private_bytes / sizeof(T);
         Matrix<T> sum = mine.of[k];
         sum.data -= place(pass, team) * stride;
-        bench.block.write_gradient(k, out, sum, stride, team, Scheme::gradient_scale(bench.step));
+        bench.block.write_gradient(k, out, sum, stride, team, mine.scale);
       }
     });
   }

@@ -24,7 +24,8 @@ struct Bench {
   void* const* results;  // the table of the gradients that are wanted
   int slots;
   bool tied;
-  T step;  // h
+  bool whole;  // a gradient of more than one row is one product, and needs no sum
+  T step;      // h
   typename Block::Weights weights[2] = {};
   Gradient<T> gradients[2 + Block::kAhead] = {};
   typename Block::Trace traces[2] = {};
@@ -35,6 +36,7 @@ struct Bench {
   int64_t slot(int64_t n) const { return index(n) % slots; }
   Gradient<T>& gradient(int64_t n) { return gradients[index(n) % gradient_slots()]; }
   int gradient_slots() const { return tied ? 1 : slots + Block::kAhead; }
+  bool is_whole(int k) const { return whole && block.shape(k).rows > 1; }
   void* result(int64_t n, int k) const { return results[index(n) * block.s.count + k]; }
 
   // u(values), which have the place and shape of x's in a matrix of their own
@@ -58,8 +60,10 @@ struct Bench {
   // ∇θ_n += ∂_θ f_n(p)ᵀ g,  u(∂_x f_n(p)ᵀ g)
   void vjp(int64_t n, Matrix<T> p, typename Block::Trace t, Matrix<T> g, Update<T> u) {
     Gradient<T> wanted = gradient(n);
-    for (int k = 0; k < block.s.count; ++k)
+    for (int k = 0; k < block.s.count; ++k) {
       if (!result(n, k)) wanted.of[k].data = nullptr;
+      if (is_whole(k)) wanted.whole[k] = static_cast<T*>(result(n, k));
+    }
     block.vjp(weights[slot(n)], p, t, g, wanted, u);
     gradient(n).fresh = false;
   }

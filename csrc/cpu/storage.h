@@ -80,6 +80,12 @@ void with_storage(resode::DType dtype, F f) {
   }
 }
 
+// Whether it is the stream's own.
+template <class T>
+bool is_stored_as(resode::DType dtype) {
+  return dtype == (sizeof(T) == sizeof(double) ? resode::DType::float64 : resode::DType::float32);
+}
+
 // b[k, n] ← w[k, n] for some panels of b; rows beyond w's are zero.
 template <class T, class S>
 void pack(Matrix<T> b, const S* w, int64_t w_rows, Share panels) {
