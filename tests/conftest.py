@@ -24,7 +24,9 @@ INSTRUCTION_SETS = cpp._C.supported() if cpp.unavailable() is None else []
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Tests of the C++ kernels need them, unless they were not built; RESODE_CPP=1 insists."""
+    """Slow tests go first, so that no worker is left with one of them when all others are done.
+    Tests of the C++ kernels need them, unless they were not built; RESODE_CPP=1 insists."""
+    items.sort(key=lambda item: "slow" not in item.keywords)
     if cpp.unavailable() is None or os.environ.get("RESODE_CPP") == "1":
         return
     skip = pytest.mark.skip(reason=f"the C++ backend is not available: {cpp.unavailable()}")

@@ -181,6 +181,7 @@ print(peak() - before, sum(p.nbytes for p in stage.parameters()))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.needs_cpp
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads peak memory from /proc")
 @pytest.mark.parametrize("rule", ["paper", "refined", "predicted"])

@@ -78,6 +78,7 @@ CASES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "depth", "step", "bound"), CASES)
 def test_the_bound_holds_on_batches_not_seen(
     kind: str, depth: int, step: float | None, bound: float

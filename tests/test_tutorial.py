@@ -22,6 +22,7 @@ def gist(text: str) -> list[str]:
     return [line.split()[0] for line in text.splitlines() if line and line[0].isalpha()]
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::resode_kernels.GradientErrorWarning")  # it tells of one
 def test_the_tutorial_runs_and_prints_what_it_says(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
