@@ -5,7 +5,9 @@ from __future__ import annotations
 import csv
 import functools
 import importlib
+import os
 import shutil
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -414,6 +416,17 @@ def test_a_step_can_be_profiled(
     monkeypatch.setattr(sys, "argv", ["profile_step.py", "16,8,4", "--steps", "3"])
     profile_step.main()
     assert "3 steps" in capsys.readouterr().out
+
+
+def test_steps_can_be_timed_by_pytest_benchmark() -> None:
+    """With the project's own options; those of parallel runs would disable it."""
+    root = Path(compare.__file__).parents[1]
+    alone = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+    pytest_of_here = str(Path(sys.executable).with_name("pytest"))
+    command = [pytest_of_here, "benchmarks", "--benchmark-only", "--collect-only"]
+    run = subprocess.run(command, cwd=root, env=alone, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    assert "test_throughput.py" in run.stdout
 
 
 @pytest.fixture
