@@ -18,24 +18,29 @@ import argparse
 import importlib.machinery
 import importlib.util
 import statistics
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
+from contestants import relative
 from measure import interleaved, peak_rate, table
-from networks import NETWORKS, RULES, Config, make_network
+from networks import RULES, Config, make_network
 from workloads import shaped
 
 from resode_kernels.backends import cpp
 
+STAGES = ("mlp", "linear", "conv", "bottleneck")
+"""Which the kernels run; the others are modules."""
 AGREEMENT = 1e-5
 """Of gradients, relative: sums may be formed in another order."""
 
 
 def load(path: Path, number: int) -> Any:
     """The module in this file. Each has a package of its own: under one name pybind11 would hand
-    out the module that it made first, whatever the file."""
+    out the module that it made first, whatever the file. The package's own build is there already,
+    and a file cannot be loaded twice."""
+    if path.samefile(cpp._C.__file__):
+        return cpp._C
     name = f"build{number}._C"
     loader = importlib.machinery.ExtensionFileLoader(name, str(path))
     spec = importlib.util.spec_from_file_location(name, path, loader=loader)
@@ -51,27 +56,23 @@ def compare(
     network = make_network(config)
     step = network.training_steps()[rule]
 
-    def by(build: Any) -> Callable[[], None]:
-        def run() -> None:
-            cpp._C = build
-            step()
+    def train(build: Any) -> None:
+        cpp._C = build
+        step()
 
-        return run
-
-    steps = {name: by(build) for name, build in builds.items()}
+    steps = {name: partial(train, build) for name, build in builds.items()}
     gradients = {}
     for name, run in steps.items():
-        network.forget()
         run()
         gradients[name] = network.gradients()
+        network.forget()
     first = next(iter(gradients.values()))
     for name, found in gradients.items():
-        error = float(torch.dist(found, first) / first.norm())
+        error = relative(found, first)
         if not error <= AGREEMENT:
             raise SystemExit(f"{config.name}, {rule}: {name}'s gradients are off by {error:.1e}")
 
     peaks: list[float] = []
-    network.forget()
     times = interleaved(
         {**steps, "peak": lambda: peaks.append(peak_rate())},
         after=network.forget,
@@ -100,7 +101,7 @@ def main() -> None:
     )
     parser.add_argument("builds", type=Path, nargs="+", metavar="BUILD")
     parser.add_argument("--shapes", nargs="+", default=["64,2048,64"], metavar="SHAPE")
-    parser.add_argument("--stage", default="mlp", choices=[n for n in NETWORKS if n != "residual"])
+    parser.add_argument("--stage", default="mlp", choices=STAGES)
     parser.add_argument("--rules", nargs="+", default=["paper"], choices=RULES)
     parser.add_argument("--seconds", type=float, default=20, help="for each shape and rule")
     args = parser.parse_args()

@@ -430,8 +430,13 @@ def test_steps_can_be_timed_by_pytest_benchmark() -> None:
 
 
 @pytest.fixture
-def two_builds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
-    monkeypatch.setattr(cpp, "_C", cpp._C)  # which a comparison replaces
+def put_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernels, which a comparison of builds replaces."""
+    monkeypatch.setattr(cpp, "_C", cpp._C)
+
+
+@pytest.fixture
+def two_builds(tmp_path: Path, put_back: None) -> list[Path]:
     builds = [tmp_path / name / "resode_kernels" / "_C.so" for name in ("before", "after")]
     for build in builds:
         build.parent.mkdir(parents=True)
@@ -441,11 +446,16 @@ def two_builds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
 
 def test_two_builds_are_two(two_builds: list[Path]) -> None:
     before, after = (compare_builds.load(path, i) for i, path in enumerate(two_builds))
-    first, *_, last = cpp._C.supported()
+    assert before is not after
+    assert [Path(build.__file__) for build in (before, after)] == two_builds
+    first, last = cpp._C.supported()[0], cpp._C.supported()[-1]
     before.select(first)
     after.select(last)
     assert (before.selected(), after.selected()) == (first, last)
-    assert Path(before.__file__) == two_builds[0]
+
+
+def test_the_build_in_use_can_be_one_of_them(put_back: None) -> None:
+    assert compare_builds.load(Path(cpp._C.__file__), 1) is cpp._C
 
 
 def test_builds_are_compared(
@@ -460,9 +470,7 @@ def test_builds_are_compared(
     assert "1.00" in before
 
 
-def test_builds_that_disagree_are_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cpp, "_C", cpp._C)
-
+def test_builds_that_disagree_are_not_timed(put_back: None) -> None:
     class Wrong:
         """Takes twice the step."""
 

@@ -29,7 +29,7 @@ struct Gradient {
   Matrix<T> of[kMaxParameters];
   bool fresh = true;  // nothing summed yet
   T* whole[kMaxParameters] = {};
-  T scale = 1;  // of whole gradients
+  T scale = 1;  // c: a gradient is c times its sum, or its one product
 
   bool wants(int k) const { return of[k].data || whole[k]; }
 };
