@@ -13,12 +13,12 @@ size_t forward(const Stage& s, const resode::Forward& io, void* workspace) {
   Arena arena(workspace);
   const Pass<T, Scheme, Block> pass(s, arena, nullptr);
   T* const y = static_cast<T*>(io.y);
-  // Without padding a tile takes as much room as its rows: the state lives in the result.
-  T* const state = padded<T>(s.dim) == s.dim ? y : arena.take<T>(pass.state_size());
+  T* const states = pass.lives_in_result() ? nullptr : pass.states(arena, 1);
   if (!workspace) return arena.used();
 
   Team::run(pass.tiling.threads, [&](Team team) {
     Worker<T, Scheme, Block> worker(pass, team);
+    T* const state = states ? worker.own(states, 1)[0] : y;
     worker.bench.block.record(io.statistics);
     worker.read(state, static_cast<const T*>(io.x));
     for (int64_t n = 0; n < s.steps; ++n) {

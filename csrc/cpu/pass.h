@@ -7,10 +7,11 @@
 
 namespace {
 
-// A thread has what it works with to itself: the packed weights of the blocks in work, buffers for
-// a tile, gradient sums. Packing a block costs little next to using it on a tile's rows, and
-// nothing that another core has just written needs to be fetched. If threads work on tiles together
-// they share all that. What a block's threads share in any case is in Block::Shared.
+// A thread has what it works with to itself: its rows of the states, the packed weights of the
+// blocks in work, buffers for a tile, gradient sums. Packing a block costs little next to using it
+// on a tile's rows, and nothing that another core has just written needs to be fetched. If threads
+// work on tiles together they share all that. What a block's threads share in any case is in
+// Block::Shared.
 template <class T, class Scheme, class Block>
 struct Pass {
   const Stage& s;
@@ -32,12 +33,38 @@ struct Pass {
     written = arena.take<Countdown>(tiling.threads);
     Arena counter(nullptr);
     bench(counter, {0, 1});
-    private_bytes = counter.used();
-    privates = arena.take<char>(private_bytes * (tiling.together ? 1 : tiling.threads));
+    private_bytes = counter.used() + apart();
+    privates = arena.take<char>(private_bytes * places());
   }
 
   int slots() const { return s.tied ? 1 : Scheme::kSlots; }
-  int64_t state_size() const { return s.rows * padded<T>(s.dim); }
+  // Of those who work on tiles of their own.
+  int places() const { return tiling.together ? 1 : tiling.threads; }
+  // Which of them is this thread's.
+  int place(Team team) const { return tiling.together ? 0 : team.rank; }
+
+  // Prefetchers run ahead of what a core reads, by up to a tile. Where that is what another core is
+  // writing, both wait for it to be passed to and fro: products of 128 rows took up to half as long
+  // again. So what belongs to a thread lies this many bytes apart from what belongs to the next.
+  int64_t apart() const {
+    if (places() == 1) return 0;
+    const int64_t tile = tiling.max_tile_rows() * padded<T>(s.dim) * int64_t(sizeof(T));
+    return ceil_div(min(2 * tile, 128 << 10), 64) * 64;
+  }
+
+  // Whether a state may live in a result of the pass, where threads' rows adjoin: without padding a
+  // tile takes as much room as its rows, and many rows have few neighbours.
+  bool lives_in_result() const {
+    constexpr int64_t kMany = 512 << 10;
+    return padded<T>(s.dim) == s.dim &&
+           (places() == 1 || s.rows * s.dim * int64_t(sizeof(T)) >= kMany * places());
+  }
+
+  // Room for so many states, see Worker::own.
+  T* states(Arena& arena, int64_t count) const {
+    const int64_t gaps = (places() - 1) * apart() / int64_t(sizeof(T));
+    return arena.take<T>(count * s.rows * padded<T>(s.dim) + gaps);
+  }
 
   // Whether a weight's gradient is one product: of all rows, in the one step that uses the block.
   bool whole() const {
@@ -90,6 +117,15 @@ struct Pass {
   }
 };
 
+// Several states, as far as they are one thread's.
+template <class T>
+struct States {
+  T* first;
+  int64_t size;
+
+  T* operator[](int64_t i) const { return first + i * size; }
+};
+
 // One thread's part in a pass.
 template <class T, class Scheme, class Block>
 class Worker {
@@ -102,6 +138,16 @@ class Worker {
         team(team),
         tiles(pass.tiling.together ? Share::all(pass.tiling.tiles)
                                    : Share(pass.tiling.tiles, team.rank, team.size)) {}
+
+  // Of `count` states, a thread has its rows of all of them together, and apart from the next
+  // thread's. The pointers are such that the first row of a tile is where pass.tile expects it.
+  States<T> own(T* states, int64_t count) const {
+    const int64_t begin = pass.tiling.tile(tiles.begin).begin,
+                  end = pass.tiling.tile(tiles.end - 1).end, row = padded<T>(pass.s.dim);
+    T* const first =
+        states + count * begin * row + pass.place(team) * (pass.apart() / int64_t(sizeof(T)));
+    return {first - begin * row, (end - begin) * row};
+  }
 
   // f(rows) for every tile that this thread owns.
   template <class F>
@@ -158,13 +204,8 @@ class Worker {
   int64_t held[2] = {-1, -1};  // the blocks whose weights are in the slots
 
   static Bench<T, Block> lay_out(const Pass<T, Scheme, Block>& pass, Team team) {
-    Arena arena(pass.privates + place(pass, team) * pass.private_bytes);
+    Arena arena(pass.privates + pass.place(team) * pass.private_bytes);
     return pass.bench(arena, team);
-  }
-
-  // Which of the places to work at is this thread's: there is only one if all work together.
-  static int place(const Pass<T, Scheme, Block>& pass, Team team) {
-    return pass.tiling.together ? 0 : team.rank;
   }
 
   // This thread's share of the gradients that are complete after step n.
@@ -186,7 +227,7 @@ class Worker {
         if (!out || bench.is_whole(k)) continue;
         const int64_t stride = pass.private_bytes / sizeof(T);
         Matrix<T> sum = mine.of[k];
-        sum.data -= place(pass, team) * stride;
+        sum.data -= pass.place(team) * stride;
         bench.block.write_gradient(k, out, sum, stride, team, mine.scale);
       }
     });

@@ -34,28 +34,26 @@ void extrapolate(Matrix<T> p, const T* x, T h, const T* const* newest, int count
   }
 }
 
-// The whole states of a reverse pass.
+// The states of a reverse pass.
 template <class T>
 struct Walk {
-  T* cotangent;        // g
-  T* state;            // x̃; for `exact` the states of a segment, one after the other
-  T* known = nullptr;  // f(x̃) where the step before has computed it already
-  T* history[resode::kMaxOrder] = {};  // `predicted`: the last evaluations, a ring
+  bool in_result;   // the cotangent is: in grad_x
+  int64_t segment;  // states that are kept at a time: those of a segment for `exact`, or one
+  bool known;       // f(x̃) is kept where the step before has computed it already
+  int64_t history;  // `predicted`: the last evaluations, a ring
+  T* states;
 
   template <class P>
-  Walk(const P& pass, const resode::Reverse& io, Arena& arena) {
-    const Stage& s = pass.s;
-    // Without padding a tile takes as much room as its rows: the cotangent lives in the result.
-    const bool in_result = io.grad_x && padded<T>(s.dim) == s.dim;
-    cotangent = in_result ? static_cast<T*>(io.grad_x) : arena.take<T>(pass.state_size());
-    state = arena.take<T>(pass.state_size() * (io.rule == Rule::exact ? s.keep_every : 1));
-    // With `paper` the state is p, where the VJP has just been taken: Heun's next step starts with
-    // the same evaluation f_n(p), and so does Euler's if the block stays the same.
-    if (io.rule == Rule::paper && (s.scheme == resode::Scheme::heun || s.tied))
-      known = arena.take<T>(pass.state_size());
-    for (int i = 0; io.rule == Rule::predicted && i < io.order; ++i)
-      history[i] = arena.take<T>(pass.state_size());
-  }
+  Walk(const P& pass, const resode::Reverse& io, Arena& arena)
+      : in_result(io.grad_x && pass.lives_in_result()),
+        segment(io.rule == Rule::exact ? pass.s.keep_every : 1),
+        // With `paper` the state is p, where the VJP has just been taken: Heun's next step starts
+        // with the same evaluation f_n(p), and so does Euler's if the block stays the same.
+        known(io.rule == Rule::paper && (pass.s.scheme == resode::Scheme::heun || pass.s.tied)),
+        history(io.rule == Rule::predicted ? io.order : 0),
+        states(pass.states(arena, count())) {}
+
+  int64_t count() const { return segment + known + history + !in_result; }
 };
 
 template <class T, class Scheme, class Block>
@@ -68,21 +66,24 @@ class ReverseWorker : public Worker<T, Scheme, Block> {
         s(pass.s),
         io(io),
         walk(walk),
+        states(this->own(walk.states, walk.count())),
+        cotangent(walk.in_result ? static_cast<T*>(io.grad_x) : states[walk.count() - 1]),
+        known(walk.known ? states[walk.segment] : nullptr),
         h(bench.step) {}
 
   void run() {
-    this->read(walk.cotangent, static_cast<const T*>(io.cotangent));
-    if (io.rule != Rule::exact) this->read(walk.state, static_cast<const T*>(io.start));
+    this->read(cotangent, static_cast<const T*>(io.cotangent));
+    if (io.rule != Rule::exact) this->read(state(), static_cast<const T*>(io.start));
     for (int64_t n = s.steps - 1; n >= 0; --n) {
       if (s.keep_every && (n + 1 == s.steps || (n + 1) % s.keep_every == 0)) restart(n);
       this->begin_reverse_step(n);
       this->for_each_tile([&](Share rows) { step(n, rows); });
       this->end_reverse_step(n);
       ++evaluations;
-      is_known = walk.known;
+      is_known = known;
     }
     if (nonfinite >= 0) raise(*io.nonfinite, int32_t(nonfinite));
-    if (io.grad_x) this->write(static_cast<T*>(io.grad_x), walk.cotangent, bench.point);
+    if (io.grad_x) this->write(static_cast<T*>(io.grad_x), cotangent, bench.point);
   }
 
  private:
@@ -91,9 +92,12 @@ class ReverseWorker : public Worker<T, Scheme, Block> {
   const Stage& s;
   const resode::Reverse& io;
   const Walk<T>& walk;
+  const States<T> states;  // first those of a segment, last the cotangent
+  T* const cotangent;      // g
+  T* const known;
   const T h;
   int64_t evaluations = 0;  // of φ at a point p, so far
-  bool is_known = false;    // walk.known holds the first evaluation of the next step
+  bool is_known = false;    // `known` holds the first evaluation of the next step
   int64_t nonfinite = -1;   // the first step on the way back whose point is not finite
 
   // x[n+1] is a kept state, or the end. `exact` fills in the states of the segment that leads to
@@ -103,10 +107,10 @@ class ReverseWorker : public Worker<T, Scheme, Block> {
     if (io.rule != Rule::exact) {
       if (n + 1 == s.steps) return;
       is_known = false;
-      return this->read(walk.state, pass.anchor(anchors, n + 1));
+      return this->read(state(), pass.anchor(anchors, n + 1));
     }
     const int64_t begin = n - n % s.keep_every;
-    this->read(walk.state, begin ? pass.anchor(anchors, begin) : static_cast<const T*>(io.start));
+    this->read(state(), begin ? pass.anchor(anchors, begin) : static_cast<const T*>(io.start));
     for (int64_t m = begin; m < n; ++m) {
       this->begin_step(m);
       this->for_each_tile([&](Share rows) {
@@ -116,18 +120,20 @@ class ReverseWorker : public Worker<T, Scheme, Block> {
     }
   }
 
+  T* state() const { return states[0]; }
   // Where a segment's state x[n] is.
-  T* kept(int64_t n) const { return walk.state + n % s.keep_every * pass.state_size(); }
+  T* kept(int64_t n) const { return states[n % s.keep_every]; }
+  // Where the i-th evaluation φ(p) is.
+  T* evaluation(int64_t i) const { return states[walk.segment + walk.known + i % io.order]; }
 
   void step(int64_t n, Share rows) {
-    const Matrix<T> x = pass.tile(walk.state, rows), g = pass.tile(walk.cotangent, rows);
+    const Matrix<T> x = pass.tile(state(), rows), g = pass.tile(cotangent, rows);
     const Matrix<T> p = point(n, rows, x);
     if (io.nonfinite && nonfinite < 0 && !is_finite(p.part(bench.block.mine(p)))) nonfinite = n;
-    T* const keep = walk.known && n > 0 ? pass.tile(walk.known, rows).data : nullptr;
+    T* const keep = known && n > 0 ? pass.tile(known, rows).data : nullptr;
     Update<T> next;
     if (io.rule == Rule::refined || io.rule == Rule::predicted) next.first = {x.data, x.data, -h};
-    if (io.rule == Rule::predicted)
-      next.second.out = pass.tile(walk.history[evaluations % io.order], rows).data;
+    if (io.rule == Rule::predicted) next.second.out = pass.tile(evaluation(evaluations), rows).data;
     Scheme::trace(bench, n, p, keep, next);
     Scheme::vjp(bench, n, p, g, n > 0 || io.grad_x);
   }
@@ -145,12 +151,11 @@ class ReverseWorker : public Worker<T, Scheme, Block> {
     if (available > 0) {
       const T* newest[resode::kMaxOrder];
       for (int64_t i = 0; i < available; ++i)
-        newest[i] = pass.tile(walk.history[(evaluations - 1 - i) % io.order], rows).data;
+        newest[i] = pass.tile(evaluation(evaluations - 1 - i), rows).data;
       extrapolate(p, x.data, h, newest, available, bench.block.mine(p));
       bench.block.meet();
     } else {
-      Scheme::reverse_slope(bench, n, x, is_known ? pass.tile(walk.known, rows).data : nullptr,
-                            to_p);
+      Scheme::reverse_slope(bench, n, x, is_known ? pass.tile(known, rows).data : nullptr, to_p);
     }
     for (; corrections > 0; --corrections) Scheme::slope(bench, n, p, to_p);
     return p;
