@@ -27,7 +27,7 @@ struct Build {
 };
 
 // From the plainest to the widest.
-std::vector<Build> builds() {
+std::vector<Build> find_builds() {
   std::vector<Build> all;
 #if defined(RESODE_WITH_BASELINE)
   all.push_back({&kernels_baseline, true});
@@ -43,6 +43,11 @@ std::vector<Build> builds() {
   return all;
 }
 
+const std::vector<Build>& builds() {
+  static const std::vector<Build> all = find_builds();
+  return all;
+}
+
 std::vector<std::string> instruction_sets(bool only_supported) {
   std::vector<std::string> names;
   for (const Build& b : builds())
@@ -50,20 +55,43 @@ std::vector<std::string> instruction_sets(bool only_supported) {
   return names;
 }
 
+constexpr const char* kAuto = "auto";
+
+// What a stage runs on: what was asked for, or null: whatever is best for the stage.
 const Kernels* selected = nullptr;
 
 void select(const std::string& name) {
-  std::string known;
+  if (name == kAuto) {
+    selected = nullptr;
+    return;
+  }
+  std::string known = kAuto;
   for (const Build& b : builds()) {
     if (!b.supported) continue;
     if (name == b.kernels->name) {
       selected = b.kernels;
       return;
     }
-    known += (known.empty() ? "" : ", ") + std::string(b.kernels->name);
+    known += ", " + std::string(b.kernels->name);
   }
   throw py::value_error("instruction set '" + name +
                         "' cannot be used here; this build and processor have: " + known);
+}
+
+// The best of those that were asked for; of equals, the widest.
+template <class Cost>
+const Kernels& best(Cost cost) {
+  if (selected) return *selected;
+  const Kernels* found = nullptr;
+  for (const Build& b : builds())
+    if (b.supported && (!found || cost(*b.kernels) <= cost(*found))) found = b.kernels;
+  return *found;
+}
+const Kernels& kernels_for(const Stage& s) {
+  return best([&](const Kernels& k) { return k.cost(s); });
+}
+const Kernels& widest() {
+  return best([](const Kernels&) { return 0; });
 }
 
 }  // namespace
@@ -75,32 +103,32 @@ PYBIND11_MODULE(_C, m) {
 
   const auto no_gil = py::call_guard<py::gil_scoped_release>();
   m.def("workspace_bytes",
-        [](const PyStage& s, const Forward& io) { return selected->forward(s, io, nullptr); });
-  m.def("workspace_bytes",
-        [](const PyStage& s, const PyReverse& io) { return selected->reverse(s, io, nullptr); });
+        [](const PyStage& s, const Forward& io) { return kernels_for(s).forward(s, io, nullptr); });
+  m.def("workspace_bytes", [](const PyStage& s, const PyReverse& io) {
+    return kernels_for(s).reverse(s, io, nullptr);
+  });
   m.def(
       "run",
       [](const PyStage& s, const Forward& io, uintptr_t workspace) {
-        selected->forward(s, io, reinterpret_cast<void*>(workspace));
+        kernels_for(s).forward(s, io, reinterpret_cast<void*>(workspace));
       },
       no_gil);
   m.def(
       "run",
       [](const PyStage& s, const PyReverse& io, uintptr_t workspace) {
-        selected->reverse(s, io, reinterpret_cast<void*>(workspace));
+        kernels_for(s).reverse(s, io, reinterpret_cast<void*>(workspace));
       },
       no_gil);
   m.def("use_large_pages", &use_large_pages, py::arg("address"), py::arg("bytes"));
   m.def(
-      "fma_peak", [](int threads, double seconds) { return selected->fma_peak(threads, seconds); },
+      "fma_peak", [](int threads, double seconds) { return widest().fma_peak(threads, seconds); },
       py::arg("threads"), py::arg("seconds") = 0.2, no_gil);
 
   m.def("built", [] { return instruction_sets(false); });
   m.def("supported", [] { return instruction_sets(true); });
-  m.def("selected", [] { return std::string(selected->name); });
+  m.def("selected", [] { return std::string(selected ? selected->name : kAuto); });
   m.def("select", &select, py::arg("name"));
-
-  select(instruction_sets(true).back());
+  m.def("picked", [](const PyStage& s) { return std::string(kernels_for(s).name); });
 }
 
 }  // namespace resode

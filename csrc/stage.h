@@ -81,6 +81,9 @@ struct Reverse {
 // reverse run nothing and return the bytes of workspace they need (64-byte aligned).
 struct Kernels {
   const char* name;
+  // Time of a training step as the instruction set sees it: the multiply-adds of one evaluation,
+  // with what padding adds to them, over those of a cycle. Comparable between builds.
+  double (*cost)(const Stage&);
   size_t (*forward)(const Stage&, const Forward&, void* workspace);
   size_t (*reverse)(const Stage&, const Reverse&, void* workspace);
   double (*fma_peak)(int threads, double seconds);  // multiply-adds count as two, per second

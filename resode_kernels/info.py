@@ -45,8 +45,19 @@ def _cpp() -> list[str]:
         + ("" if report.get("openmp", True) else ", without OpenMP"),
         f"  instruction sets   {', '.join(cpp._C.built())}",
         f"  this machine runs  {', '.join(cpp._C.supported())}",
-        f"  in use             {cpp._C.selected()} (RESODE_ISA changes it), {threads} threads",
+        f"  in use             {_instruction_set()}, {threads} threads",
     ]
+
+
+def _instruction_set() -> str:
+    if cpp._C.selected() != "auto":
+        return f"{cpp._C.selected()} (RESODE_ISA)"
+    *narrower, widest = cpp._C.supported()
+    return f"auto: {widest}" + (
+        ", and a narrower one for stages that would not fill its vectors (RESODE_ISA sets one)"
+        if narrower
+        else ""
+    )
 
 
 def _cuda() -> list[str]:

@@ -326,6 +326,6 @@ def test_an_unknown_instruction_set_is_refused(tmp_path: Path) -> None:
     )
     assert run.returncode != 0
     assert (
-        "instruction set 'sse9' cannot be used here; this build and processor have: baseline"
+        "instruction set 'sse9' cannot be used here; this build and processor have: auto, baseline"
         in run.stderr
     )

@@ -18,7 +18,9 @@ import torch
 
 import resode_kernels as rk
 from resode_kernels import backends, info
-from resode_kernels.backends import cpp, cuda
+from resode_kernels.backends import cpp, cuda, native
+from resode_kernels.options import How
+from resode_kernels.problem import Problem
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -64,6 +66,32 @@ def test_an_environment_variable_forces_a_lower_instruction_set(tmp_path: Path) 
             check=True,
         )
         assert run.stdout.strip() == name
+
+
+@pytest.mark.needs_cpp
+def test_narrow_stages_get_vectors_that_they_fill() -> None:
+    """Padding to whole panels, two vectors, must not cost more than wide vectors gain."""
+
+    def picked(dim: int, dtype: torch.dtype = torch.float32) -> str:
+        parameters = [torch.zeros(4, dim, dim, dtype=dtype)]
+        problem = Problem("linear", "identity", tuple(parameters), How().method(4))
+        x = torch.zeros(8, dim, dtype=dtype)
+        return str(cpp._C.picked(native.stage_of(cpp._C, problem, parameters, x)))
+
+    supported, in_use = cpp._C.supported(), cpp._C.selected()
+    cpp._C.select("auto")
+    try:
+        widest = supported[-1]
+        assert {picked(dim) for dim in (32, 64, 128, 512)} == {widest}
+        # A panel of AVX-512 has 32 floats: half of it would be padding, in both directions.
+        narrow = "avx2" if "avx2" in supported else widest
+        assert picked(16) == narrow
+        assert picked(16, torch.float64) == widest
+        for name in supported:
+            cpp._C.select(name)
+            assert picked(16) == name
+    finally:
+        cpp._C.select(in_use)
 
 
 @pytest.mark.needs_cpp

@@ -37,6 +37,26 @@ size_t run_reverse(const Stage& s, const resode::Reverse& io, void* workspace) {
   });
 }
 
+// Stages are padded to whole panels: wide vectors are wasted on narrow ones.
+double cost(const Stage& s) {
+  const auto products = [&]<class T>(T) {
+    if (s.block != resode::Block::conv) return padded<T>(s.dim) * padded<T>(s.hidden);
+    int64_t sum = 0;
+    for (int l = 0; l < s.layers; ++l) {
+      const resode::Convolution& c = s.convolutions[l];
+      sum += c.size * c.size * padded<T>(c.in) * padded<T>(c.out);
+    }
+    return sum;
+  };
+#if defined(__FMA__) || !defined(__x86_64__)
+  constexpr int kInstructions = 1;
+#else
+  constexpr int kInstructions = 2;
+#endif
+  const bool wide = s.stream == resode::DType::float64;
+  return kInstructions * double(wide ? products(double{}) : products(float{})) / kVectorBytes;
+}
+
 }  // namespace
 
 #define RESODE_NAME_(isa) kernels_##isa
@@ -47,7 +67,7 @@ size_t run_reverse(const Stage& s, const resode::Reverse& io, void* workspace) {
 namespace resode {
 
 extern const Kernels RESODE_NAME(RESODE_ISA);
-const Kernels RESODE_NAME(RESODE_ISA) = {RESODE_TEXT(RESODE_ISA), run_forward, run_reverse,
+const Kernels RESODE_NAME(RESODE_ISA) = {RESODE_TEXT(RESODE_ISA), cost, run_forward, run_reverse,
                                          fma_peak};
 
 }  // namespace resode
