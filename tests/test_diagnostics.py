@@ -350,15 +350,17 @@ def test_memory_grows_with_anchors_and_stays_below_standard_backprop() -> None:
     ("kind", "low", "high"), [("mlp", 0.85, 1.2), ("conv", 0.4, 1.1), ("modules", 0.65, 1.1)]
 )
 def test_memory_is_near_what_is_allocated(kind: str, low: float, high: float) -> None:
-    """Kernels for convolutions have scratch of their own, which is not counted."""
+    """Scratch of the kernels is not counted: those for convolutions have much of it, those for
+    rows little where states are large and fill their vectors."""
     if kind == "mlp":
-        stage: rk.Stage = rk.MLPStage(48, 48, 64)
+        stage: rk.Stage = rk.MLPStage(64, 64, 64)
     elif kind == "conv":
         stage = rk.ConvStage(16, 36)
     else:
         blocks = [nn.Sequential(nn.Linear(48, 96), nn.GELU(), nn.Linear(96, 48)) for _ in range(36)]
         stage = rk.ResidualStage(blocks)
-    x = torch.randn(32, 16, 12, 12) if kind == "conv" else torch.randn(2048, 48)
+    shape = {"mlp": (8192, 64), "conv": (32, 16, 12, 12), "modules": (2048, 48)}[kind]
+    x = torch.randn(shape)
     probe = Probe(stage, x)
     cotangent = probe.cotangent(None)
     parameters = sum(p.nbytes for p in stage.parameters())

@@ -162,7 +162,7 @@ def memory(probe: Probe, setting: Setting) -> int:
     """See ``Measurement.memory``. Beside what is held, the way back has the cotangent and
     reconstructing rules the state, p, their history and one evaluation's activations; exact ones
     have a segment of states, or of activations if the blocks are modules. Stacked blocks work on
-    tiles of rows, and their activations do not count."""
+    tiles of rows, of which neither activations nor p count."""
     stage, options = probe.stage, setting._asdict()
     held = probe.held_bytes(**options)
     state: int = sum(t.nbytes for t in parts(in_stream(probe.x)))
@@ -170,12 +170,13 @@ def memory(probe: Probe, setting: Setting) -> int:
     if setting.backward == "stored" and stage.runs_modules:
         return held + state  # autograd keeps everything
     evaluations = 2 if method.scheme == "heun" else 1
-    activations = 0 if isinstance(stage, StackedStage) else evaluations * block_bytes(probe)
+    in_tiles = isinstance(stage, StackedStage)
+    activations = 0 if in_tiles else evaluations * block_bytes(probe)
     if method.rule == "exact":
         segment = (activations if stage.runs_modules else state) * method.keep_every
         return held + state + max(segment, activations)
     history = method.order if method.rule == "predicted" else 0
-    return held + (3 + history) * state + activations
+    return held + (2 + (not in_tiles) + history) * state + activations
 
 
 def block_bytes(probe: Probe) -> int:
