@@ -186,7 +186,7 @@ class Conv {
     for (int64_t j = 0; j < sum.panels(); ++j)
       for (int64_t i = inputs.begin; i < inputs.end; ++i)
         for (int c = 0; c < kPanel<T>; c += kLanes<T>) {
-          Vec<T> u[16], g[9];
+          Vec<T> u[16], g[kMaxTaps];
           for (int64_t point = 0; point < points; ++point) {
             const T* const from = weights_at(sum, points, point).at(j, i) + c;
             u[point] = load(from);
@@ -248,17 +248,9 @@ class Conv {
   // One worker's share of a layer; the vectors are everyone's.
   template <class S>
   void pack_layer(const Layer& to, int64_t n, int l) const {
-    const auto& shape = s.convolutions[l];
-    const int64_t in = shape.in, out = shape.out, taps = shape.size * shape.size;
-    const S* const w = parameter<S>(n, l, Weight);
-    pack_points(to.w, in, l, [=](int64_t i, int64_t o, int64_t t) {
-      return i < in && o < out ? T(widen(w[(o * in + i) * taps + t])) : T(0);
-    });
-    if (to.w_t.data)
-      pack_points(to.w_t, out, l, [=](int64_t o, int64_t i, int64_t t) {
-        return i < in && o < out ? T(widen(w[(o * in + i) * taps + taps - 1 - t])) : T(0);
-      });
+    pack_windows(to, parameter<S>(n, l, Weight), l);
     if (crew.team.rank > 0) return;
+    const int64_t out = s.convolutions[l].out;
     const auto vector = [&](T* v, int which, T otherwise) {
       const S* from = parameter<S>(n, l, which);
       for (int64_t c = 0; c < padded<T>(out); ++c)
@@ -270,26 +262,42 @@ class Conv {
     vector(to.variance, Variance, 1);
   }
 
-  // to[k, n] ← the window from(k, n, ·) at all points, for one worker's share of the rows k
-  template <class From>
-  void pack_points(Matrix<T> to, int64_t rows, int l, From from) const {
+  // Windows at all points, a square of outputs × inputs at a time: lanes are inputs where windows
+  // are read and in w_t, and outputs in w.
+  template <class S>
+  void pack_windows(const Layer& to, const S* windows, int l) const {
+    constexpr int L = kLanes<T>;
+    const auto& shape = s.convolutions[l];
     const int64_t points = window(s, l).points();
-    const Share share(padded<T>(rows), crew.team.rank, crew.team.size);
-    for (int64_t j = 0; j < to.panels(); ++j)
-      for (int64_t k = share.begin; k < share.end; ++k)
-        for (int c = 0; c < kPanel<T>; c += kLanes<T>) {
-          Vec<T> g[9], u[16];
-          for (int64_t t = 0; t < (points == 1 ? 1 : 9); ++t)
-            for (int lane = 0; lane < kLanes<T>; ++lane)
-              g[t][lane] = from(k, j * kPanel<T> + c + lane, t);
+    const int64_t across = padded<T>(shape.in) / L, down = padded<T>(shape.out) / L;
+    const Share share(across * down, crew.team.rank, crew.team.size);
+    for (int64_t square = share.begin; square < share.end; ++square) {
+      const int64_t o = square / across * L, i = square % across * L;
+      Vec<T> u[16][L];
+      for (int k = 0; k < L; ++k) {
+        Vec<T> g[kMaxTaps] = {}, lifted[16] = {};
+        if (o + k < shape.out) {
+          read_windows<T>(windows, shape, o + k, i, g);
           if (points == 1) {
-            u[0] = g[0];
+            lifted[0] = g[0];
           } else {
-            lift_window(g, u);
+            lift_window(g, lifted);
           }
-          for (int64_t point = 0; point < points; ++point)
-            store(weights_at(to, points, point).at(j, k) + c, u[point]);
         }
+        for (int64_t point = 0; point < points; ++point) u[point][k] = lifted[point];
+      }
+      for (int64_t point = 0; point < points; ++point) {
+        if (to.w_t.data) {
+          const Matrix<T> turned = weights_at(to.w_t, points, points == 1 ? 0 : turn_point(point));
+          for (int k = 0; k < L; ++k)
+            store(turned.at(i / kPanel<T>, o + k) + i % kPanel<T>, u[point][k]);
+        }
+        transpose<T>(u[point]);
+        const Matrix<T> plain = weights_at(to.w, points, point);
+        for (int k = 0; k < L; ++k)
+          store(plain.at(o / kPanel<T>, i + k) + o % kPanel<T>, u[point][k]);
+      }
+    }
   }
 
   // use(j, m) for every output panel j, with m the points of A ∗ W

@@ -27,6 +27,7 @@
 #include "epilogues.h"
 #include "gemm.h"
 #include "images.h"
+#include "storage.h"
 
 namespace {
 
@@ -207,9 +208,41 @@ void multiply_points_transposed(Points<T> v, Points<T> d, Matrix<T> sum, bool fr
                         Share::all(d.at(k).panels()));
 }
 
+constexpr int kMaxTaps = 9;
+
+// g ← the windows of output o and of inputs i, i + 1, … (lanes), which lie one after the other;
+// windows beyond the last input are zero. What follows them is fetched: the next inputs' are next,
+// after the same inputs' of other outputs, and no prefetcher follows so many rows.
+template <class T, class S>
+RESODE_INLINE void read_windows(const S* windows, resode::Convolution shape, int64_t o, int64_t i,
+                                Vec<T> (&g)[kMaxTaps]) {
+  constexpr int L = kLanes<T>;
+  const int64_t taps = shape.size * shape.size, first = (o * shape.in + i) * taps,
+                left = shape.out * shape.in * taps - first;  // numbers from there to the end
+  const S* const from = windows + first;
+  for (int64_t k = 0; k < L * taps; k += 64 / sizeof(S)) __builtin_prefetch(from + L * taps + k);
+  if (taps == 1) {
+    g[0] = load_widened<T>(from, shape.in - i);
+    return;
+  }
+#pragma GCC unroll 3
+  for (int t = 0; t < kMaxTaps; t += L) {
+    Vec<T> square[L];
+#pragma GCC unroll 16
+    for (int k = 0; k < L; ++k) {
+      const int64_t at = k * kMaxTaps + t;  // a vector may be more than the window, or less
+      square[k] = load_widened<T>(from + at, i + k < shape.in ? left - at : 0);
+    }
+    transpose<T>(square);
+#pragma GCC unroll 16
+    for (int k = 0; k < L; ++k)
+      if (t + k < kMaxTaps) g[t + k] = square[k];
+  }
+}
+
 // The window of one input and some outputs (lanes) at all points: u = G g Gᵀ
 template <class V>
-void lift_window(const V (&g)[9], V (&u)[16]) {
+void lift_window(const V (&g)[kMaxTaps], V (&u)[16]) {
   V rows[4][3];
   for (int x = 0; x < 3; ++x) {
     const V outer = (g[x] + g[6 + x]) * 0.5f, inner = g[3 + x] * 0.5f;
@@ -227,9 +260,15 @@ void lift_window(const V (&g)[9], V (&u)[16]) {
   }
 }
 
+// Where the point of a window is that of the turned window: turning swaps G's first row and its last.
+constexpr int64_t turn_point(int64_t point) {
+  const auto turn = [](int64_t k) { return k % 3 == 0 ? 3 - k : k; };
+  return 4 * turn(point / 4) + turn(point % 4);
+}
+
 // Its transpose: g = Gᵀ u G
 template <class V>
-void lower_window(const V (&u)[16], V (&g)[9]) {
+void lower_window(const V (&u)[16], V (&g)[kMaxTaps]) {
   V rows[3][4];
   for (int x = 0; x < 4; ++x) {
     const V sum = (u[4 + x] + u[8 + x]) * 0.5f, difference = (u[4 + x] - u[8 + x]) * 0.5f;
