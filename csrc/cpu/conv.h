@@ -154,13 +154,11 @@ class Conv {
   void output(const Weights&, const Trace& t, int64_t rows, Update<T> update) const {
     const auto& last = t.of[s.layers - 1];
     for (int64_t j = 0; j < ceil_div(s.dim, kPanel<T>); ++j) {
-      using V = Channels<T>;
+      using V = PanelRow<T>;
       const V a = load_all<V>(last.bn.scale + j * kPanel<T>);
       const V b = load_all<V>(last.bn.shift + j * kPanel<T>);
       for_each_pixel<T>(j * rows * kPanel<T>, rows, [&](int64_t at) RESODE_ALWAYS {
-        const V u = load_all<V>(last.z + at) * a + b;
-        const Vec<T> v[2] = {u.a, u.b};
-        update(at, v);
+        apply(update, at, load_all<V>(last.z + at) * a + b);
       });
     }
   }
@@ -324,8 +322,8 @@ class Conv {
       const int64_t offset = (j * from.rows + pixel) * kPanel<T>;
       to -= offset;
       for_each_pixel<T>(offset, s.width, [&](int64_t at) RESODE_ALWAYS {
-        Channels<T> value, slope;
-        panel(load_all<Channels<T>>(from.data + at), value, slope);
+        PanelRow<T> value, slope;
+        panel(load_all<PanelRow<T>>(from.data + at), value, slope);
         store_all(to + at, value);
       });
     });
@@ -423,8 +421,7 @@ class Conv {
         times_slope(activated.panel(j), input.data + offset, b.pixels(), da);
         if (l == 0) {
           for_each_pixel<T>(0, b.pixels(), [&](int64_t at) RESODE_ALWAYS {
-            const Vec<T> v[2] = {load(da + at), load(da + at + kLanes<T>)};
-            update(offset + at, v);
+            apply(update, offset + at, load_all<PanelRow<T>>(da + at));
           });
         } else {
           products.add(j * kPanel<T>, da, input.data + offset, t.of[l - 1].bn.mean, b.pixels());
@@ -438,9 +435,9 @@ class Conv {
   template <class Panel>
   static void times_slope(Panel activated, const T* z, int64_t pixels, T* da) {
     for_each_pixel<T>(0, pixels, [&](int64_t at) RESODE_ALWAYS {
-      Channels<T> value, slope;
-      activated(load_all<Channels<T>>(z + at), value, slope);
-      store_all(da + at, load_all<Channels<T>>(da + at) * slope);
+      PanelRow<T> value, slope;
+      activated(load_all<PanelRow<T>>(z + at), value, slope);
+      store_all(da + at, load_all<PanelRow<T>>(da + at) * slope);
     });
   }
 

@@ -38,9 +38,7 @@ struct Points {
   Band band;
   int64_t channels;
 
-  Matrix<T> at(int64_t point) const {
-    return {data + point * stride(), band.patches(), channels};
-  }
+  Matrix<T> at(int64_t point) const { return {data + point * stride(), band.patches(), channels}; }
   // From one point's matrix to the next: a cache line more than its size, which tends to be a
   // multiple of 4 KiB. A patch's 16 points would share one set of the first-level cache.
   int64_t stride() const { return Matrix<T>{nullptr, band.patches(), channels}.size() + kLine; }
@@ -260,7 +258,8 @@ void lift_window(const V (&g)[kMaxTaps], V (&u)[16]) {
   }
 }
 
-// Where the point of a window is that of the turned window: turning swaps G's first row and its last.
+// Where the point of a window is that of the turned window: turning swaps G's first row and its
+// last.
 constexpr int64_t turn_point(int64_t point) {
   const auto turn = [](int64_t k) { return k % 3 == 0 ? 3 - k : k; };
   return 4 * turn(point / 4) + turn(point % 4);

@@ -26,7 +26,8 @@ struct Activate {
   RESODE_INLINE void operator()(int64_t offset, const Vec<T> (&z)[N]) const {
     // Through memory, so that the formula has all registers to itself.
     for_each_of<T>(offset, z, [&](int64_t at, Vec<T> x) { store(hidden + at, x); });
-    using V = std::conditional_t<N % 4 == 0, Pair<Pair<Vec<T>>>, Pair<Vec<T>>>;
+    using Two = std::conditional_t<N % 2 == 0, Pair<Vec<T>>, Vec<T>>;
+    using V = std::conditional_t<N % 4 == 0, Pair<Two>, Two>;
     constexpr int64_t kStride = sizeof(V) / sizeof(T);
 #pragma GCC unroll 1
     for (int64_t at = offset; at < offset + N * kLanes<T>; at += kStride) {
@@ -80,8 +81,8 @@ struct WriteRows {
     T* const first = out + row * columns + column;
 #pragma GCC unroll 32
     for (int i = 0; i < N; ++i) {
-      const int64_t c = i % 2 * kLanes<T>;
-      store_some(first + i / 2 * columns + c, columns - column - c, scale * v[i]);
+      const int64_t c = i % kPanelVectors * kLanes<T>;
+      store_some(first + i / kPanelVectors * columns + c, columns - column - c, scale * v[i]);
     }
   }
 };
@@ -132,6 +133,14 @@ struct Update {
     }
   }
 };
+
+// The same of one row of a panel.
+template <class T>
+RESODE_INLINE void apply(const Update<T>& update, int64_t offset, PanelRow<T> row) {
+  Vec<T> v[kPanelVectors];
+  memcpy(v, &row, sizeof v);
+  update(offset, v);
+}
 
 // The same over values that were computed earlier, from one place to another.
 template <class T, class Epilogue>

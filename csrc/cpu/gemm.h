@@ -4,8 +4,8 @@
 //     multiply_transposed:  C = Aᵀ B            C[i,j] = Σ_k A[k,i] B[k,j]
 //
 // C is never stored by the product itself: it is built in registers, a block of up to kMaxRows rows
-// and one panel (two vectors) at a time, and handed to an epilogue (epilogues.h). A panel of B
-// stays in the first-level cache while the rows of A go by.
+// and one panel at a time, and handed to an epilogue (epilogues.h). A panel of B stays in the
+// first-level cache while the rows of A go by.
 
 #pragma once
 
@@ -15,24 +15,28 @@ namespace {
 
 template <class T, int Rows>
 struct Accumulator {
-  Vec<T> v[2 * Rows];
+  Vec<T> v[kPanelVectors * Rows];
 
   RESODE_INLINE void start(const T* bias) {
-    const Vec<T> low = bias ? load(bias) : Vec<T>{};
-    const Vec<T> high = bias ? load(bias + kLanes<T>) : Vec<T>{};
+#pragma GCC unroll 2
+    for (int c = 0; c < kPanelVectors; ++c) {
+      const Vec<T> of_row = bias ? load(bias + c * kLanes<T>) : Vec<T>{};
 #pragma GCC unroll 16
-    for (int r = 0; r < Rows; ++r) v[2 * r] = low, v[2 * r + 1] = high;
+      for (int r = 0; r < Rows; ++r) v[kPanelVectors * r + c] = of_row;
+    }
   }
 
   // v[r] += a_r · b for the outer product of one k; `a(r)` is the left operand's element.
   template <class A>
   RESODE_INLINE void add(A a, const T* b) {
-    const Vec<T> low = load(b), high = load(b + kLanes<T>);
+    Vec<T> right[kPanelVectors];
+#pragma GCC unroll 2
+    for (int c = 0; c < kPanelVectors; ++c) right[c] = load(b + c * kLanes<T>);
 #pragma GCC unroll 16
     for (int r = 0; r < Rows; ++r) {
       const T s = a(r);
-      v[2 * r] += s * low;
-      v[2 * r + 1] += s * high;
+#pragma GCC unroll 2
+      for (int c = 0; c < kPanelVectors; ++c) v[kPanelVectors * r + c] += s * right[c];
     }
   }
 };

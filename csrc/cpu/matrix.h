@@ -67,14 +67,12 @@ RESODE_INLINE void store_some(T* p, int64_t count, Vec<T> v) {
 // with a NaN in it is one.
 template <class T>
 bool is_finite(Matrix<T> m) {
-  Vec<T> a{}, b{};  // side by side, to hide some of the latency of a sum
-  for (int64_t i = 0; i < m.size(); i += kPanel<T>) {
-    a += load(m.data + i) * T(0);
-    b += load(m.data + i + kLanes<T>) * T(0);
-  }
-  a += b;
-  for (int k = 0; k < kLanes<T>; ++k)
-    if (a[k] != 0) return false;
+  Vec<T> sums[kPanelVectors] = {};  // side by side, to hide some of the latency of a sum
+  for (int64_t i = 0; i < m.size(); i += kPanel<T>)
+    for (int c = 0; c < kPanelVectors; ++c) sums[c] += load(m.data + i + c * kLanes<T>) * T(0);
+  for (int c = 0; c < kPanelVectors; ++c)
+    for (int k = 0; k < kLanes<T>; ++k)
+      if (sums[c][k] != 0) return false;
   return true;
 }
 

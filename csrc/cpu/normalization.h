@@ -42,9 +42,6 @@ RESODE_INLINE void for_each_pixel(int64_t offset, int64_t pixels, F f) {
     f(offset);
 }
 
-template <class T>
-using Channels = Pair<Vec<T>>;  // of one panel
-
 // f(first, count) for the runs of some pixels.
 template <class F>
 RESODE_INLINE void for_each_run(int64_t pixels, F f) {
@@ -74,7 +71,7 @@ struct Moments {
  private:
   template <class T>
   void add_run(int64_t c, const T* z, int64_t pixels, int64_t seen) const {
-    using V = Channels<T>;
+    using V = PanelRow<T>;
     constexpr int kChains = 4;  // so that latency is hidden
     V sums[kChains] = {};
     int64_t q = 0;
@@ -118,7 +115,7 @@ struct Products {
  private:
   template <class T>
   void add_run(int64_t c, const T* dy, const T* z, const T* mean, int64_t pixels) const {
-    using V = Channels<T>;
+    using V = PanelRow<T>;
     const V mu = load_all<V>(mean + c);
     V sums[2] = {}, products[2] = {};
     const auto multiply = [&](int k, int64_t q) RESODE_ALWAYS {
@@ -145,10 +142,10 @@ struct Activated {
   const T *scale, *shift;  // null: not normalized
 
   struct Panel {
-    Channels<T> scale, shift;
+    PanelRow<T> scale, shift;
     bool normalized;
 
-    RESODE_INLINE void operator()(Channels<T> z, Channels<T>& value, Channels<T>& slope) const {
+    RESODE_INLINE void operator()(PanelRow<T> z, PanelRow<T>& value, PanelRow<T>& slope) const {
       Act::template apply<Math<T>>(normalized ? z * scale + shift : z, value, slope);
     }
   };
@@ -157,8 +154,8 @@ struct Activated {
     Panel panel{};
     panel.normalized = scale;
     if (scale) {
-      panel.scale = load_all<Channels<T>>(scale + j * kPanel<T>);
-      panel.shift = load_all<Channels<T>>(shift + j * kPanel<T>);
+      panel.scale = load_all<PanelRow<T>>(scale + j * kPanel<T>);
+      panel.shift = load_all<PanelRow<T>>(shift + j * kPanel<T>);
     }
     return panel;
   }
@@ -172,7 +169,7 @@ struct NormalizedGradient {
   bool batch;  // the statistics are the batch's
 
   RESODE_INLINE void operator()(int64_t panel, int64_t offset, T* to, int64_t pixels) const {
-    using V = Channels<T>;
+    using V = PanelRow<T>;
     const int64_t c = panel * kPanel<T>;
     const V a = load_all<V>(bn.scale + c), mu = load_all<V>(bn.mean + c);
     const V k1 = load_all<V>(bn.k1 + c), k2 = load_all<V>(bn.k2 + c);

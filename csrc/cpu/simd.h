@@ -51,9 +51,14 @@ using Vec = typename Simd<T>::Vec;
 template <class T>
 constexpr int kLanes = kVectorBytes / int(sizeof(T));
 
-// Columns of a panel and of a register block: two vectors.
+// Columns of a panel and of a register block. Two vectors share what is read of the left operand;
+// one is for stages that two would not fill.
+#if !defined(RESODE_PANEL_VECTORS)
+#define RESODE_PANEL_VECTORS 2
+#endif
+constexpr int kPanelVectors = RESODE_PANEL_VECTORS;
 template <class T>
-constexpr int kPanel = 2 * kLanes<T>;
+constexpr int kPanel = kPanelVectors* kLanes<T>;
 
 template <class T>
 RESODE_INLINE Vec<T> load(const T* p) {
@@ -157,6 +162,10 @@ template <class V, Scalar T>
 RESODE_INLINE Pair<V> where_less(Pair<V> x, T y, Pair<V> a, Pair<V> b) {
   return {where_less(x.a, y, a.a, b.a), where_less(x.b, y, a.b, b.b)};
 }
+
+// The columns of a panel in one row.
+template <class T>
+using PanelRow = std::conditional_t<kPanelVectors == 1, Vec<T>, Pair<Vec<T>>>;
 
 template <class V, class T>
 RESODE_INLINE V load_all(const T* p) {
