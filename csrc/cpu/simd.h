@@ -187,32 +187,52 @@ RESODE_INLINE void store_all(T* p, V v) {
   }
 }
 
-// The two halves of one round of a transposition: lane c of both comes from x or y, with the blocks
-// of size Block off the diagonal swapped.
-template <class T, int Block, int... Lane>
-RESODE_INLINE void swap_blocks(Vec<T>& x, Vec<T>& y, std::integer_sequence<int, Lane...>) {
-  constexpr int L = kLanes<T>;
+// x and y ← some lanes of the two; `first` and `second` tell which, y's counted on from x's.
+template <class T, class First, class Second, int... Lane>
+RESODE_INLINE void shuffle(Vec<T>& x, Vec<T>& y, First first, Second second,
+                           std::integer_sequence<int, Lane...>) {
   const Vec<T> a = x, b = y;
 #if defined(__clang__)
-  x = __builtin_shufflevector(a, b, (Lane & Block ? L + Lane - Block : Lane)...);
-  y = __builtin_shufflevector(a, b, (Lane & Block ? L + Lane : Lane + Block)...);
+  x = __builtin_shufflevector(a, b, first(Lane)...);
+  y = __builtin_shufflevector(a, b, second(Lane)...);
 #else
   using Mask = typename Simd<T>::Int;
-  x = __builtin_shuffle(a, b, Mask{(Lane & Block ? L + Lane - Block : Lane)...});
-  y = __builtin_shuffle(a, b, Mask{(Lane & Block ? L + Lane : Lane + Block)...});
+  x = __builtin_shuffle(a, b, Mask{first(Lane)...});
+  y = __builtin_shuffle(a, b, Mask{second(Lane)...});
 #endif
 }
 
-// Transposes a square of vectors: log2(lanes) rounds with blocks of size 1, 2, 4, …
+// Transposes a square of vectors in log2(lanes) rounds. A round with Block = 1, 2, 4, … puts
+// numbers together that were Block rows apart, each by what is one instruction on x86: inside units
+// of 16 bytes by interleaving them and by swapping halves, between units by taking every other one.
 template <class T, int Block = 1>
 RESODE_INLINE void transpose(Vec<T> (&a)[kLanes<T>]) {
-  if constexpr (Block < kLanes<T>) {
+  constexpr int L = kLanes<T>, U = 16 / sizeof(T);
+  constexpr auto lanes = std::make_integer_sequence<int, L>{};
+  constexpr bool interleaves = Block == 1 && U == 4;
+  if constexpr (Block < L) {
 #pragma GCC unroll 16
-    for (int i = 0; i < kLanes<T>; ++i)
-      if (!(i & Block))
-        swap_blocks<T, Block>(a[i], a[i + Block], std::make_integer_sequence<int, kLanes<T>>{});
+    for (int i = 0; i < L; ++i) {
+      if (i & Block) continue;
+      Vec<T>&x = a[i], &y = a[i + Block];
+      if constexpr (Block >= U) {
+        shuffle<T>(
+            x, y, [](int c) { return 2 * (c / U * U) + c % U; },
+            [](int c) { return 2 * (c / U * U) + c % U + U; }, lanes);
+      } else if constexpr (interleaves) {
+        shuffle<T>(
+            x, y, [](int c) { return c / U * U + c % U / 2 + c % 2 * L; },
+            [](int c) { return c / U * U + c % U / 2 + c % 2 * L + 2; }, lanes);
+      } else {
+        shuffle<T>(
+            x, y, [](int c) { return c & Block ? L + c - Block : c; },
+            [](int c) { return c & Block ? L + c : c + Block; }, lanes);
+      }
+    }
     transpose<T, 2 * Block>(a);
   }
+  if constexpr (interleaves)  // which has left the middle two of four rows in each other's place
+    for (int i = 0; i < L; i += U) std::swap(a[i + 1], a[i + 2]);
 }
 
 }  // namespace

@@ -98,6 +98,15 @@ void pack(Matrix<T> b, const S* w, int64_t w_rows, Share panels) {
       }
 }
 
+// square ← rows `pitch` apart, of which only some rows and columns are there; zeros otherwise. Not
+// inlined: what it needs would push whole squares out of the registers.
+template <class T, class S>
+__attribute__((noinline)) void load_corner(const S* from, int64_t rows, int64_t columns,
+                                           int64_t pitch, Vec<T> (&square)[kLanes<T>]) {
+  for (int64_t i = 0; i < kLanes<T>; ++i)
+    square[i] = load_widened<T>(from + i * pitch, i < rows ? columns : 0);
+}
+
 // b[k, n] ← w[n, k], likewise; w has w_columns columns.
 template <class T, class S>
 void pack_transposed(Matrix<T> b, const S* w, int64_t w_columns, Share panels) {
@@ -105,12 +114,14 @@ void pack_transposed(Matrix<T> b, const S* w, int64_t w_columns, Share panels) {
     for (int c = 0; c < kPanel<T>; c += kLanes<T>)
       for (int64_t k = 0; k < b.rows; k += kLanes<T>) {
         const int64_t n = j * kPanel<T> + c;
-        const bool whole = n + kLanes<T> <= b.columns && k + kLanes<T> <= w_columns;
+        const S* const from = w + n * w_columns + k;
         Vec<T> square[kLanes<T>];
+        if (n + kLanes<T> <= b.columns && k + kLanes<T> <= w_columns) {
 #pragma GCC unroll 16
-        for (int i = 0; i < kLanes<T>; ++i) {
-          const int64_t count = whole ? kLanes<T> : n + i < b.columns ? w_columns - k : 0;
-          square[i] = load_widened<T>(w + (n + i) * w_columns + k, count);
+          for (int i = 0; i < kLanes<T>; ++i)
+            square[i] = load_widened<T>(from + i * w_columns, kLanes<T>);
+        } else {
+          load_corner<T>(from, b.columns - n, w_columns - k, w_columns, square);
         }
         transpose<T>(square);
 #pragma GCC unroll 16
