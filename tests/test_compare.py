@@ -387,7 +387,7 @@ def test_scaling_reports_every_rule(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     assert all(line["value"] == "2.0" for line in lines if line["experiment"] == "threads")
 
 
-def test_scaling_holds_every_build_against_its_own_peak(
+def test_scaling_holds_every_instruction_set_against_its_own_peak(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     in_use = cpp._C.selected()
@@ -395,7 +395,8 @@ def test_scaling_holds_every_build_against_its_own_peak(
     scaling.main(["--only", "builds", "--seconds", "0", "--out", str(tmp_path)])
     with (tmp_path / "scaling.csv").open() as file:
         lines = list(csv.DictReader(file))
-    assert [line["rule"] for line in lines] == cpp._C.supported()
+    supported = cpp._C.supported()
+    assert [line["rule"] for line in lines] == [n for n in supported if n != "avx512_narrow"]
     assert max(float(line["value"]) for line in lines) == 1
     assert cpp._C.selected() == in_use
 
