@@ -58,7 +58,7 @@ constexpr int kLanes = kVectorBytes / int(sizeof(T));
 #endif
 constexpr int kPanelVectors = RESODE_PANEL_VECTORS;
 template <class T>
-constexpr int kPanel = kPanelVectors* kLanes<T>;
+constexpr int kPanel = kLanes<T> * kPanelVectors;
 
 template <class T>
 RESODE_INLINE Vec<T> load(const T* p) {
