@@ -136,6 +136,10 @@ PYBIND11_MODULE(_C, m) {
   m.def("supported", [] { return instruction_sets(true); });
   m.def("selected", [] { return std::string(selected ? selected->name : kAuto); });
   m.def("select", &select, py::arg("name"));
+  m.def("crews", [](const PyStage& s) {
+    const Crews crews = kernels_for(s).crews(s);
+    return py::make_tuple(crews.count, crews.threads_each);
+  });
   m.def("picked", [](const PyStage& s) { return std::string(kernels_for(s).name); });
 }
 

@@ -77,6 +77,11 @@ struct Reverse {
   int32_t* nonfinite;
 };
 
+// How a stage's threads are divided: the threads of a crew work on the same rows.
+struct Crews {
+  int count, threads_each;
+};
+
 // The entry points of one build for one instruction set. Called with workspace = null, forward and
 // reverse run nothing and return the bytes of workspace they need (64-byte aligned).
 struct Kernels {
@@ -84,6 +89,7 @@ struct Kernels {
   // Time of a training step as the instruction set sees it: the multiply-adds of one evaluation,
   // with what padding adds to them, over those of a cycle. Comparable between builds.
   double (*cost)(const Stage&);
+  Crews (*crews)(const Stage&);
   size_t (*forward)(const Stage&, const Forward&, void* workspace);
   size_t (*reverse)(const Stage&, const Reverse&, void* workspace);
   double (*fma_peak)(int threads, double seconds);  // multiply-adds count as two, per second

@@ -14,6 +14,7 @@ from torch import Tensor
 
 import resode_kernels as rk
 from resode_kernels import reference
+from resode_kernels.backends import cpp, native
 from resode_kernels.backends import reference as engine
 from resode_kernels.problem import Problem
 
@@ -141,6 +142,14 @@ def problem_of(stage: rk.Stage) -> Problem:
     if isinstance(stage, rk.LinearStage):
         return Problem("linear", "identity", (stage.weight,), method)
     return Problem("mlp", stage.activation, (stage.w1, stage.b1, stage.w2, stage.b2), method)
+
+
+def crews_of(stage: rk.Stage, x: Tensor) -> tuple[int, int]:
+    """Of the C++ kernels: how many crews of threads work on a stage, and how many are in each."""
+    problem, threads = problem_of(stage), torch.get_num_threads()
+    parameters = native.contiguous(problem.parameters)
+    crews: tuple[int, int] = cpp._C.crews(native.stage_of(cpp._C, problem, parameters, x, threads))
+    return crews
 
 
 def in_dtype(dtype: torch.dtype) -> engine.Kit:

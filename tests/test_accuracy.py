@@ -14,6 +14,7 @@ from helpers import (
     RULES,
     NearKink,
     assert_as_accurate_as_pytorch,
+    crews_of,
     gradients,
     make_conv_stage,
     make_stage,
@@ -99,13 +100,17 @@ def test_tied_weights_and_no_bias(
 @pytest.mark.parametrize("options", RULES, ids=name)
 @pytest.mark.parametrize("scheme", ["euler", "heun"])
 @pytest.mark.parametrize("block", ["tanh", "linear"])
-@pytest.mark.parametrize("threads", [2], indirect=True)
+@pytest.mark.parametrize(("threads", "rows"), [(2, 17), (8, 60)], indirect=["threads"])
 def test_few_wide_rows(
-    block: str, options: dict[str, Any], scheme: str, threads: int, nan_memory: None
+    block: str, options: dict[str, Any], scheme: str, threads: int, rows: int, nan_memory: None
 ) -> None:
-    """Threads divide the columns among them."""
-    stage = make_stage(block, 133, 150, 4, tied=scheme == "heun", scheme=scheme, **options)
-    assert_as_accurate_as_pytorch(stage, *torch.randn(2, 17, 133))
+    """Threads divide the columns among them, all of them or in crews."""
+    stage = make_stage(block, 261, 270, 4, tied=scheme == "heun", scheme=scheme, **options)
+    x, g = torch.randn(2, rows, 261)
+    crews, each = crews_of(stage, x)
+    assert each > 1
+    assert (crews > 1) == (threads > 2)
+    assert_as_accurate_as_pytorch(stage, x, g)
 
 
 @pytest.mark.parametrize("storage", [torch.float16, torch.bfloat16], ids=str)

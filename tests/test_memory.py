@@ -136,6 +136,28 @@ def test_workspace_of_the_reverse_pass(
 
 
 @pytest.mark.needs_cpp
+def test_few_wide_rows_take_no_copy_of_a_block_for_every_thread() -> None:
+    """Threads share it where rows are few."""
+
+    def workspace(rows: int) -> int:
+        stage = cpp._C.Stage(
+            block="linear", activation="identity", scheme="euler", steps=10, step=0.1, tied=False,
+            rows=rows, dim=512, hidden=512, height=1, width=1, convolutions=[], epsilon=0.0,
+            stream="float32", storage="float32", parameters=[1], strides=[0], keep_every=0,
+            threads=32,
+        )  # fmt: skip
+        io = cpp._C.Reverse(
+            rule="paper", order=1, start=1, anchors=0, cotangent=1, grad_x=1, gradients=[1],
+            strides=[0], blocks=10, nonfinite=0,
+        )  # fmt: skip
+        return int(cpp._C.workspace_bytes(stage, io))
+
+    copy = 32 * 512 * 512 * 4
+    assert workspace(8192) > copy
+    assert workspace(32) < copy
+
+
+@pytest.mark.needs_cpp
 @pytest.mark.parametrize(
     ("rule", "order", "states"),
     [("paper", 1, 1), ("refined", 2, 1), ("predicted", 3, 1 + 3)],

@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from helpers import RULES, gradients, make_stage, name, relative_error
+from helpers import RULES, crews_of, gradients, make_stage, name, relative_error
 
 import resode_kernels as rk
 
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.needs_cpp
 
 @pytest.mark.parametrize("options", RULES, ids=name)
 @pytest.mark.parametrize("scheme", ["euler", "heun"])
-@pytest.mark.parametrize("shape", [(401, 33, 65), (40, 200, 210)], ids=["rows", "columns"])
+@pytest.mark.parametrize("shape", [(401, 33, 65), (30, 264, 280)], ids=["rows", "columns"])
 def test_bitwise(
     shape: tuple[int, int, int], options: dict[str, object], scheme: str, threads: int
 ) -> None:
@@ -23,6 +23,7 @@ def test_bitwise(
     rows, dim, hidden = shape
     stage = make_stage("tanh", dim, hidden, 7, scheme=scheme, **options)
     x, g = torch.randn(2, rows, dim)
+    assert crews_of(stage, x) == ((threads, 1) if rows == 401 else (1, threads))
     first = gradients(stage, x, g)
     for _ in range(3):
         for a, b in zip(gradients(stage, x, g), first, strict=True):
@@ -50,9 +51,12 @@ def test_python_threads_run_side_by_side() -> None:
     run_side_by_side(make_stage("gelu", 24, 24, 20), torch.randn(8, 2, 64, 24))
 
 
-def test_python_threads_run_wide_stages_side_by_side() -> None:
+@pytest.mark.parametrize("threads", [3], indirect=True)
+def test_python_threads_run_wide_stages_side_by_side(threads: int) -> None:
     """Their teams of threads wait for one another, and may be more than there are cores."""
-    run_side_by_side(make_stage("gelu", 140, 140, 20), torch.randn(8, 2, 16, 140))
+    stage, inputs = make_stage("gelu", 260, 260, 20), torch.randn(8, 2, 16, 260)
+    assert crews_of(stage, inputs[0, 0]) == (1, threads)
+    run_side_by_side(stage, inputs)
 
 
 def test_python_threads_run_convolutions_side_by_side() -> None:

@@ -5,9 +5,9 @@
 //     output   f(p) from the trace, handed to an Update
 //     vjp      the parameter gradients, summed up, and ∂f(p)ᵀ g, handed to an Update
 //
-// An Update may overwrite p (trace, output) or g (vjp): both are read before. Where threads work on
-// a tile together (team.h), each of the three computes the thread's share of the columns and
-// returns when all is there.
+// An Update may overwrite p (trace, output) or g (vjp): both are read before. In a crew of several
+// threads (team.h) each of the three computes the thread's share of the columns and returns when
+// all is there.
 
 #pragma once
 
@@ -71,11 +71,11 @@ void with_activation(resode::Activation activation, F f) {
 template <class T>
 struct RowBlock {
   struct Shared {
-    bool together;
+    int crew;  // threads in one
     Countdown* arrivals;
 
     Shared(const Stage&, const Tiling& tiling, Arena& arena, int /*slots*/, bool /*vjp*/)
-        : together(tiling.together), arrivals(arena.take<Countdown>(tiling.threads)) {
+        : crew(tiling.crew), arrivals(arena.take<Countdown>(tiling.threads)) {
       for (int t = 0; arena.real() && t < tiling.threads; ++t) arrivals[t].value = 0;
     }
   };
@@ -83,22 +83,23 @@ struct RowBlock {
   static constexpr bool kWritesWhole = true;  // gradients that are one product
 
   const Stage& s;
-  Crew crew;  // of those who work on the same tile
+  const int index, crews;  // which of the crews this thread is in
+  Crew crew;
 
   RowBlock(const Stage& s, const Shared& shared, Team team)
-      : s(s), crew(shared.together ? team : Team{0, 1}, shared.arrivals) {}
+      : s(s),
+        index(team.crew_index(shared.crew)),
+        crews(team.crews(shared.crew)),
+        crew(team.crew(shared.crew), shared.arrivals + index * shared.crew) {}
 
   static Tiling tiling(const Stage& s) { return Tiling::of_rows<T>(s); }
 
   void record(void*) {}  // no statistics
 
-  // out ← scale · Σ sums of the threads, one worker's share; of a tile that all work on together
-  // there is only one sum, and a worker's share is what it has summed up itself
+  // out ← scale · Σ sums of the crews, one worker's share
   template <class S>
-  void write_gradient(int, S* out, Matrix<T> sum, int64_t stride, Team team, T scale) const {
-    const bool together = crew.team.size > 1;
-    const Share rows = together ? Share::all(sum.rows) : Share(sum.rows, team.rank, team.size);
-    reduce(out, sum, stride, together ? 1 : team.size, scale, rows, mine(sum));
+  void write_gradient(int, S* out, Matrix<T> sum, int64_t stride, Team, T scale) const {
+    reduce(out, sum, stride, crews, scale, Share(sum.rows, index, crews), mine(sum));
   }
 
   // The thread's share of the panels of a matrix whose columns the crew divides.

@@ -37,6 +37,16 @@ size_t run_reverse(const Stage& s, const resode::Reverse& io, void* workspace) {
   });
 }
 
+resode::Crews crews(const Stage& s) {
+  resode::Crews found{};
+  with_types(s, [&]<class T, class Scheme, class Block>() {
+    const Tiling tiling = Block::tiling(s);
+    found = {tiling.threads / tiling.crew, tiling.crew};
+    return size_t(0);
+  });
+  return found;
+}
+
 // Stages are padded to whole panels: wide vectors are wasted on narrow ones. In panels of one
 // vector products take 1.1 times as long, as measured: they read the left operand twice as often.
 double cost(const Stage& s) {
@@ -69,7 +79,7 @@ double cost(const Stage& s) {
 namespace resode {
 
 extern const Kernels RESODE_NAME(RESODE_ISA);
-const Kernels RESODE_NAME(RESODE_ISA) = {RESODE_TEXT(RESODE_ISA), cost, run_forward, run_reverse,
-                                         fma_peak};
+const Kernels RESODE_NAME(RESODE_ISA) = {
+    RESODE_TEXT(RESODE_ISA), cost, crews, run_forward, run_reverse, fma_peak};
 
 }  // namespace resode

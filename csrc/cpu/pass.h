@@ -7,11 +7,10 @@
 
 namespace {
 
-// A thread has what it works with to itself: its rows of the states, the packed weights of the
-// blocks in work, buffers for a tile, gradient sums. Packing a block costs little next to using it
-// on a tile's rows, and nothing that another core has just written needs to be fetched. If threads
-// work on tiles together they share all that. What a block's threads share in any case is in
-// Block::Shared.
+// A crew, most of the time one thread, has what it works with to itself: its rows of the states,
+// the packed weights of the blocks in work, buffers for a tile, gradient sums. Packing a block
+// costs little next to using it on a tile's rows, and nothing that another core has just written
+// needs to be fetched. What all threads share in any case is in Block::Shared.
 template <class T, class Scheme, class Block>
 struct Pass {
   const Stage& s;
@@ -34,20 +33,18 @@ struct Pass {
     Arena counter(nullptr);
     bench(counter, {0, 1});
     private_bytes = counter.used() + apart();
-    privates = arena.take<char>(private_bytes * places());
+    privates = arena.take<char>(private_bytes * crews());
   }
 
   int slots() const { return s.tied ? 1 : Scheme::kSlots; }
-  // Of those who work on tiles of their own.
-  int places() const { return tiling.together ? 1 : tiling.threads; }
-  // Which of them is this thread's.
-  int place(Team team) const { return tiling.together ? 0 : team.rank; }
+  int crews() const { return tiling.threads / tiling.crew; }
+  int crew_index(Team team) const { return team.crew_index(tiling.crew); }
 
   // Prefetchers run ahead of what a core reads, by up to a tile. Where that is what another core is
   // writing, both wait for it to be passed to and fro: products of 128 rows took up to half as long
-  // again. So what belongs to a thread lies this many bytes apart from what belongs to the next.
+  // again. So what belongs to a crew lies this many bytes apart from what belongs to the next.
   int64_t apart() const {
-    if (places() == 1) return 0;
+    if (crews() == 1) return 0;
     const int64_t tile = tiling.max_tile_rows() * padded<T>(s.dim) * int64_t(sizeof(T));
     return ceil_div(min(2 * tile, 128 << 10), 64) * 64;
   }
@@ -57,12 +54,12 @@ struct Pass {
   bool lives_in_result() const {
     constexpr int64_t kMany = 512 << 10;
     return padded<T>(s.dim) == s.dim &&
-           (places() == 1 || s.rows * s.dim * int64_t(sizeof(T)) >= kMany * places());
+           (crews() == 1 || s.rows * s.dim * int64_t(sizeof(T)) >= kMany * crews());
   }
 
   // Room for so many states, see Worker::own.
   T* states(Arena& arena, int64_t count) const {
-    const int64_t gaps = (places() - 1) * apart() / int64_t(sizeof(T));
+    const int64_t gaps = (crews() - 1) * apart() / int64_t(sizeof(T));
     return arena.take<T>(count * s.rows * padded<T>(s.dim) + gaps);
   }
 
@@ -136,20 +133,19 @@ class Worker {
       : bench(lay_out(pass, team)),
         pass(pass),
         team(team),
-        tiles(pass.tiling.together ? Share::all(pass.tiling.tiles)
-                                   : Share(pass.tiling.tiles, team.rank, team.size)) {}
+        tiles(pass.tiling.tiles, pass.crew_index(team), team.crews(pass.tiling.crew)) {}
 
-  // Of `count` states, a thread has its rows of all of them together, and apart from the next
-  // thread's. The pointers are such that the first row of a tile is where pass.tile expects it.
+  // Of `count` states, a crew has its rows of all of them together, and apart from the next crew's.
+  // The pointers are such that the first row of a tile is where pass.tile expects it.
   States<T> own(T* states, int64_t count) const {
     const int64_t begin = pass.tiling.tile(tiles.begin).begin,
                   end = pass.tiling.tile(tiles.end - 1).end, row = padded<T>(pass.s.dim);
     T* const first =
-        states + count * begin * row + pass.place(team) * (pass.apart() / int64_t(sizeof(T)));
+        states + count * begin * row + pass.crew_index(team) * (pass.apart() / int64_t(sizeof(T)));
     return {first - begin * row, (end - begin) * row};
   }
 
-  // f(rows) for every tile that this thread owns.
+  // f(rows) for every tile that this thread's crew owns.
   template <class F>
   void for_each_tile(F f) const {
     for (int64_t i = tiles.begin; i < tiles.end; ++i) f(pass.tiling.tile(i));
@@ -181,7 +177,7 @@ class Worker {
     }
   }
 
-  // The reverse pass needs all threads' sums for a block's gradient. Nobody waits for them at once:
+  // The reverse pass needs all crews' sums for a block's gradient. Nobody waits for them at once:
   // a thread that has walked step n writes its share of the gradients that step n + 1 completed,
   // and it uses a slot again when all have written theirs. So a thread may be a step ahead of
   // another, and a delay on one core does not stop the others.
@@ -204,7 +200,7 @@ class Worker {
   int64_t held[2] = {-1, -1};  // the blocks whose weights are in the slots
 
   static Bench<T, Block> lay_out(const Pass<T, Scheme, Block>& pass, Team team) {
-    Arena arena(pass.privates + pass.place(team) * pass.private_bytes);
+    Arena arena(pass.privates + pass.crew_index(team) * pass.private_bytes);
     return pass.bench(arena, team);
   }
 
@@ -217,7 +213,7 @@ class Worker {
     pass.written[team.rank].set(n);
   }
 
-  // ∇θ_n = c Σ over threads
+  // ∇θ_n = c Σ over crews
   void write_gradient(int64_t n) {
     Gradient<T>& mine = bench.gradient(n);
     mine.fresh = true;
@@ -227,7 +223,7 @@ class Worker {
         if (!out || bench.is_whole(k)) continue;
         const int64_t stride = pass.private_bytes / sizeof(T);
         Matrix<T> sum = mine.of[k];
-        sum.data -= pass.place(team) * stride;
+        sum.data -= pass.crew_index(team) * stride;
         bench.block.write_gradient(k, out, sum, stride, team, mine.scale);
       }
     });

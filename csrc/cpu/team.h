@@ -1,10 +1,11 @@
 // Threads and their division of the work.
 //
 // The rows of a pass are cut into tiles that stay in a core's cache while a step works on them.
-// Every thread owns the same contiguous run of tiles through all steps; or, where rows are few and
-// wide, all threads work on every tile together, each on its share of the columns of every product,
-// so that each packs and sums up only a share of the weights. Either way sums over rows are formed
-// in one fixed order, and results repeat bit for bit at a given number of threads.
+// Threads form crews: a crew owns the same contiguous run of tiles through all steps. Most crews
+// are one thread. Where rows are few and wide there are several threads in a crew, each with its
+// share of the columns of every product, so that each packs and sums up only a share of the
+// weights. Either way sums over rows are formed in one fixed order, and results repeat bit for bit
+// at a given number of threads.
 
 #pragma once
 
@@ -23,13 +24,11 @@ struct Tiling {
   int64_t units, rows_per_unit;  // what a tile may not divide: a row, an image
   int64_t tiles;
   int threads;
-  bool together = false;
+  int crew = 1;  // threads that work on the same tiles
 
   // Enough rows to make up for a block's weights and gradient sums, which go by once per tile; few
   // enough that the operands of a product stay in the second-level cache.
   static constexpr int64_t kMinTileRows = 72, kMaxTileRows = 144, kOperandBytes = 192 << 10;
-  // Fewer rows per thread and more panels per thread than these: threads work together.
-  static constexpr int64_t kFewRows = 48, kManyPanels = 4;
   // Multiply-adds in one matrix product below which another thread costs more than it brings.
   static constexpr int64_t kMinThreadWork = 32 << 10;
 
@@ -39,12 +38,17 @@ struct Tiling {
     const int64_t worth = ceil_div(s.rows * s.dim * s.hidden, kMinThreadWork);
     const int64_t threads = max(1, min(s.threads, worth));
     const int64_t panels = ceil_div(min(s.dim, s.hidden), kPanel<T>);
+    int64_t crew = 1, crews = max(1, min(threads, s.rows));
+    double best = step_time(s, crews, crew, panels);
+    for (int64_t c = 2; c <= min(threads, panels); ++c) {
+      const int64_t count = max(1, min(threads / c, s.rows));
+      const double time = step_time(s, count, c, panels);
+      if (time <= best) best = time, crew = c, crews = count;  // of equals, the fewest copies
+    }
     const int64_t fitting = kOperandBytes / (max(s.dim, s.hidden) * int64_t(sizeof(T)));
     const int64_t tile_rows = max(kMinTileRows, min(fitting, kMaxTileRows));
-    if (s.rows < kFewRows * threads && panels >= kManyPanels * threads && threads > 1)
-      return {s.rows, 1, ceil_div(s.rows, tile_rows), int(threads), true};
-    const int64_t owners = max(1, min(threads, s.rows));
-    return {s.rows, 1, owners * ceil_div(s.rows, owners * tile_rows), int(owners)};
+    const int64_t tiles = crews * ceil_div(s.rows, crews * tile_rows);
+    return {s.rows, 1, tiles, int(crews * crew), int(crew)};
   }
 
   // Images that batch normalization connects: the threads go through every evaluation together,
@@ -58,10 +62,36 @@ struct Tiling {
     return share;
   }
   int64_t max_tile_rows() const { return ceil_div(units, tiles) * rows_per_unit; }
+
+ private:
+  // What a step takes, in the time that the products of one row take on one thread. The threads of
+  // a crew divide its rows' products by panels of columns, and so they do what a block costs
+  // whatever the rows are: packing its weights, summing up and writing its gradients. But they meet
+  // after every product, and each fetches from the other cores what those have made of it, which
+  // weighs the more the narrower the block is. (Measured with AVX-512 and 2 threads, widths 64 to
+  // 1024.)
+  static double step_time(const resode::Stage& s, int64_t crews, int64_t crew, int64_t panels) {
+    constexpr double kBlock = 40, kFetched = 190, kMeetings = 250e3;
+    const double rows = double(ceil_div(s.rows, crews));
+    const double share = double(ceil_div(panels, crew)) / double(panels);
+    const double alone = (rows + kBlock) * share;
+    if (crew == 1) return alone;
+    const double fetched =
+        kFetched / double(min(s.dim, s.hidden)) * double(crew - 1) / double(crew);
+    return alone + rows * fetched + kMeetings / double(s.dim * s.hidden);
+  }
 };
 
 struct Team {
   int rank, size;
+
+  // As crews of so many threads, in order; those left over are in the last one.
+  int crews(int threads) const { return int(max(1, size / threads)); }
+  int crew_index(int threads) const { return int(min(rank / threads, crews(threads) - 1)); }
+  Team crew(int threads) const {
+    const int index = crew_index(threads), first = index * threads;
+    return {rank - first, index + 1 < crews(threads) ? threads : size - first};
+  }
 
   // Runs f(team) on `threads` threads, or on as many as there are to be had.
   template <class F>
