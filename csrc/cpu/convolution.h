@@ -69,7 +69,8 @@ RESODE_INLINE void times_a(V first, V second, V (&d)[4]) {
   d[3] = -second;
 }
 
-// f(panel and half of it, image, line of patches, index of its first patch)
+// f(panel and half of it, image, line of patches, index of its first patch). f is to be inlined:
+// lines are short, and what f computes of sizes alone is then computed once.
 template <class T, class F>
 void for_each_line(Band b, int64_t panels, F f) {
   const int64_t lines = b.window.patches(b.lines), across = b.window.patches(b.window.width);
@@ -85,40 +86,40 @@ template <class T>
 void analyse(Canvas<T> d, Points<T> v) {
   const int64_t across = d.band.window.patches(d.band.window.width);
   const int64_t stride = v.stride(), pitch = d.pitch() * kPanel<T>;
-  for_each_line<T>(
-      d.band, d.panels(), [=](int64_t j, int c, int64_t image, int64_t line, int64_t patch) {
-        const T* from = d.corner(j, image, line) + c;
-        T* to = v.at(0).at(j, patch) + c;
-        if (d.band.window.size == 1) {
-          for (int64_t x = 0; x < across; ++x)
-            store(to + x * kPanel<T>, load(from + x * kPanel<T>));
-          return;
-        }
-        // Two of a patch's four columns are the next patch's first two.
-        Vec<T> columns[4][4];
-        const auto column = [&](int64_t x, Vec<T>(&out)[4]) RESODE_ALWAYS {
-          Vec<T> pixels[4];
+  const auto transform = [=](int64_t j, int c, int64_t image, int64_t line,
+                             int64_t patch) RESODE_ALWAYS {
+    const T* from = d.corner(j, image, line) + c;
+    T* to = v.at(0).at(j, patch) + c;
+    if (d.band.window.size == 1) {
+      for (int64_t x = 0; x < across; ++x) store(to + x * kPanel<T>, load(from + x * kPanel<T>));
+      return;
+    }
+    // Two of a patch's four columns are the next patch's first two.
+    Vec<T> columns[4][4];
+    const auto column = [&](int64_t x, Vec<T>(&out)[4]) RESODE_ALWAYS {
+      Vec<T> pixels[4];
 #pragma GCC unroll 4
-          for (int y = 0; y < 4; ++y) pixels[y] = load(from + y * pitch + x * kPanel<T>);
-          times_b(pixels, out);
-        };
-        column(0, columns[0]);
-        column(1, columns[1]);
-        for (int64_t x = 0; x < across; ++x, to += kPanel<T>) {
-          column(2 * x + 2, columns[2]);
-          column(2 * x + 3, columns[3]);
+      for (int y = 0; y < 4; ++y) pixels[y] = load(from + y * pitch + x * kPanel<T>);
+      times_b(pixels, out);
+    };
+    column(0, columns[0]);
+    column(1, columns[1]);
+    for (int64_t x = 0; x < across; ++x, to += kPanel<T>) {
+      column(2 * x + 2, columns[2]);
+      column(2 * x + 3, columns[3]);
 #pragma GCC unroll 4
-          for (int y = 0; y < 4; ++y) {
-            const Vec<T> row[4] = {columns[0][y], columns[1][y], columns[2][y], columns[3][y]};
-            Vec<T> out[4];
-            times_b(row, out);
+      for (int y = 0; y < 4; ++y) {
+        const Vec<T> row[4] = {columns[0][y], columns[1][y], columns[2][y], columns[3][y]};
+        Vec<T> out[4];
+        times_b(row, out);
 #pragma GCC unroll 4
-            for (int k = 0; k < 4; ++k) store(to + (4 * y + k) * stride, out[k]);
-            columns[0][y] = row[2];
-            columns[1][y] = row[3];
-          }
-        }
-      });
+        for (int k = 0; k < 4; ++k) store(to + (4 * y + k) * stride, out[k]);
+        columns[0][y] = row[2];
+        columns[1][y] = row[3];
+      }
+    }
+  };
+  for_each_line<T>(d.band, d.panels(), transform);
 }
 
 // d ← A dz Aᵀ for every patch; for a window of 1 × 1 a copy.
@@ -127,23 +128,24 @@ void spread(Canvas<T> dz, Points<T> d) {
   if (dz.band.window.size == 1) return analyse(dz, d);
   const int64_t across = dz.band.window.patches(dz.band.window.width);
   const int64_t stride = d.stride(), pitch = dz.pitch() * kPanel<T>;
-  for_each_line<T>(
-      dz.band, dz.panels(), [=](int64_t j, int c, int64_t image, int64_t line, int64_t patch) {
-        const T* from = dz.corner(j, image, line) + pitch + kPanel<T> + c;  // inside the rim
-        T* to = d.at(0).at(j, patch) + c;
-        for (int64_t x = 0; x < across; ++x, from += 2 * kPanel<T>, to += kPanel<T>) {
-          Vec<T> left[4], right[4];
-          times_a(load(from), load(from + pitch), left);
-          times_a(load(from + kPanel<T>), load(from + pitch + kPanel<T>), right);
+  const auto transform = [=](int64_t j, int c, int64_t image, int64_t line,
+                             int64_t patch) RESODE_ALWAYS {
+    const T* from = dz.corner(j, image, line) + pitch + kPanel<T> + c;  // inside the rim
+    T* to = d.at(0).at(j, patch) + c;
+    for (int64_t x = 0; x < across; ++x, from += 2 * kPanel<T>, to += kPanel<T>) {
+      Vec<T> left[4], right[4];
+      times_a(load(from), load(from + pitch), left);
+      times_a(load(from + kPanel<T>), load(from + pitch + kPanel<T>), right);
 #pragma GCC unroll 4
-          for (int y = 0; y < 4; ++y) {
-            Vec<T> out[4];
-            times_a(left[y], right[y], out);
+      for (int y = 0; y < 4; ++y) {
+        Vec<T> out[4];
+        times_a(left[y], right[y], out);
 #pragma GCC unroll 4
-            for (int k = 0; k < 4; ++k) store(to + (4 * y + k) * stride, out[k]);
-          }
-        }
-      });
+        for (int k = 0; k < 4; ++k) store(to + (4 * y + k) * stride, out[k]);
+      }
+    }
+  };
+  for_each_line<T>(dz.band, dz.panels(), transform);
 }
 
 // z ← Aᵀ m A for panel j of every patch: the band's pixels, one after the other.
@@ -155,7 +157,8 @@ void synthesise(Points<T> m, int64_t j, T* z) {
     memcpy(z, m.at(0).at(j, 0), b.pixels() * kPanel<T> * sizeof(T));
     return;
   }
-  for_each_line<T>(b, 1, [=](int64_t, int c, int64_t image, int64_t line, int64_t patch) {
+  const auto transform = [=](int64_t, int c, int64_t image, int64_t line,
+                             int64_t patch) RESODE_ALWAYS {
     const T* from = m.at(0).at(j, patch) + c;
     T* const to = z + (image * b.lines + 2 * line) * width * kPanel<T> + c;
     const bool second = 2 * line + 1 < b.lines;
@@ -177,7 +180,8 @@ void synthesise(Points<T> m, int64_t j, T* z) {
       store(at + kPanel<T>, out[1]);
       if (second) store(at + (width + 1) * kPanel<T>, out[3]);
     }
-  });
+  };
+  for_each_line<T>(b, 1, transform);
 }
 
 // A layer's weights at all points: inputs × outputs each, `rows` being the padded inputs.
