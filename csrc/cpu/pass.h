@@ -177,10 +177,10 @@ class Worker {
     }
   }
 
-  // The reverse pass needs all crews' sums for a block's gradient. Nobody waits for them at once:
-  // a thread that has walked step n writes its share of the gradients that step n + 1 completed,
-  // and it uses a slot again when all have written theirs. So a thread may be a step ahead of
-  // another, and a delay on one core does not stop the others.
+  // The reverse pass needs all crews' sums for a block's gradient. Where there are slots to get
+  // ahead with, nobody waits for them at once: a thread that has walked step n writes its share of
+  // the gradients that step n + 1 completed, and it uses a slot again when all have written theirs.
+  // So a thread may be a step ahead of another, and a delay on one core does not stop the others.
 
   void begin_reverse_step(int64_t n) {
     begin_step(n);
@@ -189,8 +189,9 @@ class Worker {
 
   void end_reverse_step(int64_t n) {
     pass.walked[team.rank].set(n);
-    if (!pass.s.tied && n + 1 < pass.s.steps) write_gradients(n + 1);
-    if (n == 0) write_gradients(0);
+    const int64_t due = n + (Block::kAhead > 0);
+    if (!pass.s.tied && due < pass.s.steps) write_gradients(due);
+    if (n == 0 && (pass.s.tied || due > 0)) write_gradients(0);
   }
 
  private:
