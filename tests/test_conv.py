@@ -253,6 +253,28 @@ def test_whatever_the_shapes(
 
 
 @pytest.mark.needs_cpp
+@pytest.mark.parametrize("threads", [5, 8])
+@pytest.mark.parametrize("train", [True, False])
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("scheme", ["euler", "heun"])
+def test_many_threads_take_turns_at_large_sums(
+    scheme: str, tied: bool, train: bool, threads: int
+) -> None:
+    """Of weight gradients: with several bands of images for some of the threads and fewer for
+    others, in crews of different size, and bit for bit the same every time."""
+    stage = rk.ConvStage(
+        96, 3, scheme=scheme, tied=tied, activation="silu", dtype=torch.float64
+    ).train(train)
+    x, g = torch.randn(2, 3 * threads + 1, 96, 10, 11, dtype=torch.float64)
+    first = kernel_gradients(stage, x, g, threads)
+    for k, r in zip(first, gradients(stage.configure(backend="reference"), x, g), strict=True):
+        assert relative_error(k, r) < 1e-10
+    for _ in range(2):
+        for a, b in zip(kernel_gradients(stage, x, g, threads), first, strict=True):
+            assert torch.equal(a, b)
+
+
+@pytest.mark.needs_cpp
 @pytest.mark.parametrize("options", RULES, ids=name)
 def test_results_repeat_bit_for_bit(options: dict[str, Any], threads: int) -> None:
     stage = rk.ConvStage(20, 3, **options)

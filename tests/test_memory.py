@@ -185,6 +185,29 @@ def test_workspace_of_a_convolutional_stage(rule: str, order: int, states: int) 
     assert per_image == pytest.approx((states + 4) * size**2 * channels * 4, rel=1e-3)
 
 
+@pytest.mark.needs_cpp
+def test_wide_convolutions_take_four_sums_of_weight_gradients_at_most() -> None:
+    """Not one for every thread."""
+    channels, size = 256, 8
+
+    def workspace(threads: int) -> int:
+        stage = cpp._C.Stage(
+            block="conv", activation="relu", scheme="euler", steps=4, step=0.1, tied=False,
+            rows=64 * size**2, dim=channels, hidden=channels, height=size, width=size,
+            convolutions=[(channels, channels, 3)] * 2, epsilon=1e-5, stream="float32",
+            storage="float32", parameters=[1] * 40, strides=[], keep_every=0, threads=threads,
+        )  # fmt: skip
+        io = cpp._C.Reverse(
+            rule="paper", order=1, start=1, anchors=0, cotangent=1, grad_x=1, gradients=[1] * 40,
+            strides=[], blocks=4, nonfinite=0,
+        )  # fmt: skip
+        return int(cpp._C.workspace_bytes(stage, io))
+
+    sums = 2 * 16 * channels**2 * 4  # at the 16 points of Winograd's scheme
+    assert workspace(4) - workspace(1) > 3 * sums
+    assert workspace(32) - workspace(4) < 28 * sums / 2
+
+
 PEAK = """
 import sys, torch, resode_kernels as rk
 depth, rule = int(sys.argv[1]), sys.argv[2]

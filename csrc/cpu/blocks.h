@@ -34,6 +34,13 @@ struct Gradient {
   bool wants(int k) const { return of[k].data || whole[k]; }
 };
 
+// Whether any block's k-th gradient is wanted; `gradients` is a table like the parameters'.
+inline bool is_wanted(const Stage& s, void* const* gradients, int k) {
+  for (int64_t n = 0; gradients && n < s.blocks(); ++n)
+    if (gradients[n * s.count + k]) return true;
+  return false;
+}
+
 // sum[j] ← Σ_i m[i, j] for some panels, added to what is there unless fresh
 template <class T>
 void sum_columns(Matrix<T> m, T* sum, bool fresh, Share panels) {
@@ -74,7 +81,7 @@ struct RowBlock {
     int crew;  // threads in one
     Countdown* arrivals;
 
-    Shared(const Stage&, const Tiling& tiling, Arena& arena, int /*slots*/, bool /*vjp*/)
+    Shared(const Stage&, const Tiling& tiling, Arena& arena, int /*slots*/, void* const*)
         : crew(tiling.crew), arrivals(arena.take<Countdown>(tiling.threads)) {
       for (int t = 0; arena.real() && t < tiling.threads; ++t) arrivals[t].value = 0;
     }
@@ -96,9 +103,13 @@ struct RowBlock {
 
   void record(void*) {}  // no statistics
 
-  // out ← scale · Σ sums of the crews, one worker's share
+  T* shared_sum(int /*slot*/, int /*k*/) const { return nullptr; }
+
+  // out ← scale · Σ sums of the crews, one worker's share; `sum` is that of its own crew, the next
+  // one's lies `stride` further on
   template <class S>
   void write_gradient(int, S* out, Matrix<T> sum, int64_t stride, Team, T scale) const {
+    sum.data -= index * stride;
     reduce(out, sum, stride, crews, scale, Share(sum.rows, index, crews), mine(sum));
   }
 

@@ -56,8 +56,14 @@ class Conv {
     Layer layers[2][kMaxLayers];
     double* sums;  // two of [threads, 2, channels], used in turns
     Countdown* arrivals;
+    // Large sums of weight gradients, if there are many threads: one for a crew, who add to it in
+    // turns. Null: each thread has one of its own.
+    T* gradients[2][kMaxLayers] = {};
+    Countdown* added[kMaxLayers] = {};  // of each crew: how often, at each point
+    int adding;                         // threads in a crew
 
-    Shared(const Stage& s, const Tiling& tiling, Arena& arena, int slots, bool vjp) {
+    Shared(const Stage& s, const Tiling& tiling, Arena& arena, int slots, void* const* wanted) {
+      const bool vjp = wanted;
       for (int slot = 0; slot < slots; ++slot)
         for (int l = 0; l < s.layers; ++l) {
           const int64_t in = s.convolutions[l].in, out = s.convolutions[l].out;
@@ -71,7 +77,24 @@ class Conv {
       sums = arena.take<double>(2 * tiling.threads * 2 * max_channels(s));
       arrivals = arena.take<Countdown>(tiling.threads);
       for (int t = 0; arena.real() && t < tiling.threads; ++t) arrivals[t].value = 0;
+
+      adding = int(ceil_div(tiling.threads, kMaxSums));
+      const int64_t crews = max(1, tiling.threads / adding);
+      for (int l = 0; adding > 1 && l < s.layers; ++l) {
+        const int64_t size = shape(s, l * kPerLayer + Weight).size();
+        if (!is_wanted(s, wanted, l * kPerLayer + Weight) || window(s, l).points() != kPoints ||
+            size * int64_t(sizeof(T)) < kLargeSum)
+          continue;
+        for (int slot = 0; slot < slots; ++slot) gradients[slot][l] = arena.take<T>(crews * size);
+        added[l] = arena.take<Countdown>(crews * kPoints);
+        for (int64_t i = 0; arena.real() && i < crews * kPoints; ++i) added[l][i].value = 0;
+      }
     }
+
+    // Sums of one block at most, and the bytes from which on they are large: a product then takes
+    // so long that threads rarely wait for their turn. (With 2 threads and one sum a step took 4 to
+    // 8 % longer, and each further sum of 256 channels is 8 MiB.)
+    static constexpr int64_t kMaxSums = 4, kLargeSum = 1 << 20;
   };
 
   const Stage& s;
@@ -79,11 +102,22 @@ class Conv {
   static Tiling tiling(const Stage& s) { return Tiling::of_images(s); }
 
   Conv(const Stage& s, const Shared& shared, Team team)
-      : s(s), shared(shared), crew(team, shared.arrivals) {
+      : s(s),
+        shared(shared),
+        crew(team, shared.arrivals),
+        adders(team.crew(shared.adding)),
+        sum_index(team.crew_index(shared.adding)),
+        turns{turns_of(0), turns_of(1), turns_of(2)} {
     for (int l = 0; l < s.layers; ++l) {
       const int64_t in = s.convolutions[l].in, out = s.convolutions[l].out;
       bands[l] = Bands::of<T>(window(s, l), max(in, out));
     }
+  }
+
+  // The sum that this thread's crew adds the k-th gradient to; null: the thread has its own.
+  T* shared_sum(int slot, int k) const {
+    T* const sums = k % kPerLayer == Weight ? shared.gradients[slot][k / kPerLayer] : nullptr;
+    return sums ? sums + sum_index * shape(k).size() : nullptr;
   }
 
   // A tile is one thread's.
@@ -94,7 +128,8 @@ class Conv {
   // Where the statistics of the evaluations to come are written down.
   void record(void* statistics) { records = static_cast<T*>(statistics); }
 
-  Matrix<T> shape(int k) const {
+  Matrix<T> shape(int k) const { return shape(s, k); }
+  static Matrix<T> shape(const Stage& s, int k) {
     const int l = k / kPerLayer;
     const int64_t in = s.convolutions[l].in, out = s.convolutions[l].out;
     return {nullptr, k % kPerLayer == Weight ? window(s, l).points() * in : 1, out};
@@ -174,8 +209,12 @@ class Conv {
   // Σ of the threads' sums; for a weight at the points, to torch's [out, in, size, size].
   template <class S>
   void write_gradient(int k, S* to, Matrix<T> sum, int64_t stride, Team team, T scale) const {
+    const bool in_turns = shared_sum(0, k);
+    const int sums = in_turns ? team.crews(shared.adding) : team.size;
+    if (in_turns) stride = sum.size();
+    sum.data -= (in_turns ? sum_index : team.rank) * stride;
     if (k % kPerLayer != Weight)
-      return reduce(to, sum, stride, team.size, scale, Share(sum.rows, team.rank, team.size),
+      return reduce(to, sum, stride, sums, scale, Share(sum.rows, team.rank, team.size),
                     Share::all(sum.panels()));
     const auto& shape = s.convolutions[k / kPerLayer];
     const int64_t in = shape.in, out = shape.out, taps = shape.size * shape.size;
@@ -184,11 +223,11 @@ class Conv {
     for (int64_t j = 0; j < sum.panels(); ++j)
       for (int64_t i = inputs.begin; i < inputs.end; ++i)
         for (int c = 0; c < kPanel<T>; c += kLanes<T>) {
-          Vec<T> u[16], g[kMaxTaps];
+          Vec<T> u[kPoints], g[kMaxTaps];
           for (int64_t point = 0; point < points; ++point) {
             const T* const from = weights_at(sum, points, point).at(j, i) + c;
             u[point] = load(from);
-            for (int part = 1; part < team.size; ++part) u[point] += load(from + part * stride);
+            for (int t = 1; t < sums; ++t) u[point] += load(from + t * stride);
           }
           if (points == 1) {
             g[0] = u[0];
@@ -206,12 +245,19 @@ class Conv {
   const Shared& shared;
   Crew crew;
   Bands bands[kMaxLayers];
+  const Team adders;    // those who add to the same sums
+  const int sum_index;  // which of them, if there are several
+  Turns turns[kMaxLayers];
   T* pixels = nullptr;                  // of a canvas
   T *left = nullptr, *right = nullptr;  // points
   T* scratch = nullptr;                 // a panel of a band
   Moments moments{};                    // of the layer in work; Products take the same room
   T* records = nullptr;
   int turn = 0;  // which half of shared.sums is next
+
+  Turns turns_of(int l) const {
+    return {adders, kPoints, shared.added[l] ? shared.added[l] + sum_index * kPoints : nullptr};
+  }
 
   static int64_t max_channels(const Stage& s) {
     int64_t channels = 0;
@@ -271,9 +317,9 @@ class Conv {
     const Share share(across * down, crew.team.rank, crew.team.size);
     for (int64_t square = share.begin; square < share.end; ++square) {
       const int64_t o = square / across * L, i = square % across * L;
-      Vec<T> u[16][L];
+      Vec<T> u[kPoints][L];
       for (int k = 0; k < L; ++k) {
-        Vec<T> g[kMaxTaps] = {}, lifted[16] = {};
+        Vec<T> g[kMaxTaps] = {}, lifted[kPoints] = {};
         if (o + k < shape.out) {
           read_windows<T>(windows, shape, o + k, i, g);
           if (points == 1) {
@@ -398,6 +444,20 @@ class Conv {
     const NormalizedGradient<T> gradient{dy, at.z, at.bn, w.batch[l]};
     if (l > 0) std::fill_n(products.plain, 2 * max_channels(s), 0.0);
     bool fresh = sum.fresh;
+    int64_t rounds = 0;
+    const auto add_products = [&](Points<T> v, Points<T> d) {
+      const Matrix<T> to{weight_sum, v.band.window.points() * in, out};
+      const auto add = [&](int64_t point, bool first) {
+        multiply_point_transposed(v, d, point, to, fresh && first);
+      };
+      if (shared.added[l]) {
+        turns[l].go_round(add);
+      } else {
+        for (int64_t k = 0; k < v.band.window.points(); ++k) add(k, true);
+      }
+      fresh = false;
+      ++rounds;
+    };
     bands[l].for_each(p.rows / (s.height * s.width), [&](Band b) {
       const auto paint_dz = [&](int64_t j, int64_t pixel, T* to) RESODE_ALWAYS {
         gradient(j, (j * p.rows + pixel) * kPanel<T>, to, s.width);
@@ -408,8 +468,7 @@ class Conv {
         analyse(paint(activated, input, b), v);
         dz.fill(paint_dz);
         spread(dz, d);
-        multiply_points_transposed(v, d, Matrix<T>{weight_sum, b.window.points() * in, out}, fresh);
-        fresh = false;
+        add_products(v, d);
       } else {
         dz.fill(paint_dz);
       }
@@ -428,6 +487,11 @@ class Conv {
         }
       });
     });
+    // A thread with fewer bands than others passes its turn.
+    if (weight_sum && shared.added[l]) {
+      const int64_t images = ceil_div(s.rows / (s.height * s.width), crew.team.size);
+      for (; rounds < bands[l].count(images); ++rounds) turns[l].go_round([](int64_t, bool) {});
+    }
     return below;
   }
 

@@ -201,13 +201,12 @@ void multiply_points(Points<T> v, Matrix<T> u, Points<T> m) {
              Share::all(u.panels()));
 }
 
-// sum ← vᵀ d at every point, added to what is there unless fresh
+// sum ← vᵀ d at a point, added to what is there unless fresh
 template <class T>
-void multiply_points_transposed(Points<T> v, Points<T> d, Matrix<T> sum, bool fresh) {
-  const int64_t points = v.band.window.points();
-  for (int64_t k = 0; k < points; ++k)
-    multiply_transposed(v.at(k), d.at(k), Accumulate<T>{weights_at(sum, points, k).data, fresh},
-                        Share::all(d.at(k).panels()));
+void multiply_point_transposed(Points<T> v, Points<T> d, int64_t point, Matrix<T> sum, bool fresh) {
+  const Matrix<T> at = weights_at(sum, v.band.window.points(), point);
+  multiply_transposed(v.at(point), d.at(point), Accumulate<T>{at.data, fresh},
+                      Share::all(at.panels()));
 }
 
 constexpr int kMaxTaps = 9;
@@ -244,7 +243,7 @@ RESODE_INLINE void read_windows(const S* windows, resode::Convolution shape, int
 
 // The window of one input and some outputs (lanes) at all points: u = G g Gᵀ
 template <class V>
-void lift_window(const V (&g)[kMaxTaps], V (&u)[16]) {
+void lift_window(const V (&g)[kMaxTaps], V (&u)[kPoints]) {
   V rows[4][3];
   for (int x = 0; x < 3; ++x) {
     const V outer = (g[x] + g[6 + x]) * 0.5f, inner = g[3 + x] * 0.5f;
@@ -271,7 +270,7 @@ constexpr int64_t turn_point(int64_t point) {
 
 // Its transpose: g = Gᵀ u G
 template <class V>
-void lower_window(const V (&u)[16], V (&g)[kMaxTaps]) {
+void lower_window(const V (&u)[kPoints], V (&g)[kMaxTaps]) {
   V rows[3][4];
   for (int x = 0; x < 4; ++x) {
     const V sum = (u[4 + x] + u[8 + x]) * 0.5f, difference = (u[4 + x] - u[8 + x]) * 0.5f;

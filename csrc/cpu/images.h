@@ -7,6 +7,8 @@
 
 namespace {
 
+constexpr int kPoints = 16;  // of a patch, for windows of 3 × 3 (convolution.h)
+
 // A window of size × size pixels, 1 or 3, on images of height × width.
 struct Window {
   int64_t height, width;
@@ -14,7 +16,7 @@ struct Window {
 
   int64_t rim() const { return size / 2; }
   int64_t patch() const { return size == 3 ? 2 : 1; }  // results on a side of a patch
-  int64_t points() const { return size == 3 ? 16 : 1; }
+  int64_t points() const { return size == 3 ? kPoints : 1; }
   int64_t patches(int64_t length) const { return ceil_div(length, patch()); }
 };
 
@@ -96,6 +98,10 @@ struct Bands {
     if (image <= patches) return {{w, 0, patches / image, 0, w.height}};
     const int64_t lines = max(1, patches / across);
     return {{w, 0, 1, 0, min(w.height, lines * w.patch())}};
+  }
+
+  int64_t count(int64_t images) const {
+    return ceil_div(images, largest.images) * ceil_div(largest.window.height, largest.lines);
   }
 
   template <class F>

@@ -99,18 +99,13 @@ struct Pass {
       b.gradients[i].scale = Scheme::gradient_scale(b.step);
       for (int k = 0; k < s.count; ++k) {
         const Matrix<T> shape = b.block.shape(k);
-        if (wanted(k) && !b.is_whole(k))
-          b.gradients[i].of[k] = arena.matrix<T>(shape.rows, shape.columns);
+        if (!is_wanted(s, gradients, k) || b.is_whole(k)) continue;
+        T* const shared_sum = b.block.shared_sum(i, k);
+        b.gradients[i].of[k] = shared_sum ? Matrix<T>{shared_sum, shape.rows, shape.columns}
+                                          : arena.matrix<T>(shape.rows, shape.columns);
       }
     }
     return b;
-  }
-
-  // Whether any block's k-th gradient is.
-  bool wanted(int k) const {
-    for (int64_t n = 0; n < s.blocks(); ++n)
-      if (gradients[n * s.count + k]) return true;
-    return false;
   }
 };
 
@@ -222,10 +217,8 @@ class Worker {
       for (int k = 0; k < pass.s.count; ++k) {
         auto* const out = static_cast<decltype(storage)*>(bench.result(n, k));
         if (!out || bench.is_whole(k)) continue;
-        const int64_t stride = pass.private_bytes / sizeof(T);
-        Matrix<T> sum = mine.of[k];
-        sum.data -= pass.crew_index(team) * stride;
-        bench.block.write_gradient(k, out, sum, stride, team, mine.scale);
+        bench.block.write_gradient(k, out, mine.of[k], pass.private_bytes / sizeof(T), team,
+                                   mine.scale);
       }
     });
   }

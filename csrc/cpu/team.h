@@ -167,4 +167,43 @@ class Crew {
   int64_t meetings = 0;
 };
 
+// Several sums that all threads add to, round after round. Each thread begins elsewhere and goes
+// round, so that most of the time they are at different ones, and the order in which they come to a
+// sum is always the same.
+class Turns {
+ public:
+  // `done`: how often each sum was added to, counted below zero; all zero at the start
+  Turns(Team team, int sums, Countdown* done) : team(team), sums(sums), done(done) {}
+
+  // f(sum, whether it is the first of the round to add to it), for all of them
+  template <class F>
+  void go_round(F f) {
+    for (int i = 0; i < sums; ++i) {
+      const int sum = (start(team.rank) + i) % sums;
+      const int64_t before = rounds * team.size + place(sum);
+      Countdown::wait(done + sum, 1, -before);
+      f(sum, place(sum) == 0);
+      done[sum].set(-before - 1);
+    }
+    ++rounds;
+  }
+
+ private:
+  const Team team;
+  const int sums;
+  Countdown* const done;
+  int64_t rounds = 0;
+
+  int start(int rank) const { return rank * sums / team.size; }
+  // How many threads come to the sum before this one.
+  int place(int sum) const {
+    const auto steps = [&](int rank) { return (sum - start(rank) + sums) % sums; };
+    int count = 0;
+    for (int rank = 0; rank < team.size; ++rank)
+      count +=
+          steps(rank) < steps(team.rank) || (steps(rank) == steps(team.rank) && rank < team.rank);
+    return count;
+  }
+};
+
 }  // namespace
