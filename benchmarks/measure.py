@@ -67,7 +67,8 @@ def _cell(value: Any) -> str:
 # ---------------------------------------------------------------------------------------- memory
 
 
-M_MMAP_THRESHOLD = -3  # of glibc's mallopt
+# Of glibc's mallopt.
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_MMAP_MAX = -1, -3, -4
 
 
 def _status(field: str) -> int:
@@ -84,6 +85,14 @@ def return_memory() -> None:
     libc.mallopt(M_MMAP_THRESHOLD, 64 << 10)
     gc.collect()
     libc.malloc_trim(0)
+
+
+def keep_memory() -> None:
+    """For the rest of the process glibc keeps what is freed, as with MALLOC_MMAP_MAX_=0 and
+    MALLOC_TRIM_THRESHOLD_=2000000000 in the environment."""
+    libc = ctypes.CDLL(None)
+    libc.mallopt(M_MMAP_MAX, 0)
+    libc.mallopt(M_TRIM_THRESHOLD, 2_000_000_000)
 
 
 def peak_memory(step: Callable[[], Any], device: str) -> int:
@@ -199,8 +208,10 @@ class Times:
 
 
 SHORT = 0.2
-"""Seconds of a step below which it matters what the step before it left behind: the caches, and the
+"""Seconds of a step below which it matters what steps before it left behind: the caches, and the
 memory that malloc holds or has given back."""
+WARM_UP = 2
+"""Steps that take that away. After one, malloc may still give memory back that the next needs."""
 
 
 def interleaved(
@@ -212,8 +223,8 @@ def interleaved(
     rounds: tuple[int, int] = (5, 50),
 ) -> dict[str, Times]:
     """Times the contestants in turns, after a turn of warming up, so that a disturbance of the
-    machine meets all of them. Every turn has an order of its own. A step that is short goes once
-    without being timed before it goes again: in a training it would find the machine as itself left
+    machine meets all of them. Every turn has an order of its own. A step that is short first goes
+    ``WARM_UP`` times without being timed: in a training it would find the machine as itself left
     it, not as the others did. ``after`` tidies up behind each step, outside the timing."""
 
     def once(step: Callable[[], Any]) -> float:
@@ -235,7 +246,7 @@ def interleaved(
     while turn < rounds[0] or (turn < rounds[1] and time.perf_counter() - begin < seconds):
         generator.shuffle(order)
         for name, step in order:
-            if last[name] < SHORT:
+            for _ in range(WARM_UP if last[name] < SHORT else 0):
                 once(step)
             last[name] = once(step)
             taken[name].append(last[name])

@@ -7,6 +7,8 @@ builds for other instruction sets make of theirs.
 depth, batch   slopes of the time between neighbouring sizes, relative to the slope over all of
                them: 1 everywhere if the cost is linear. Over depth with 1024 rows; with few, it
                shows when parameters and their gradients outgrow a cache
+depth-kept,    the same where glibc keeps the memory that is freed. By default it gives gradients
+batch-kept     above some size back to the system and gets them anew in every step
 threads        time on one thread over time on two, in processes of their own, which take turns
 small          time of a step over 3 × its arithmetic at the measured peak + 50 µs
 products       of convolutional stages: rates of the forward products, those of the data gradients
@@ -34,6 +36,7 @@ import torch
 from measure import (
     in_fresh_process,
     interleaved,
+    keep_memory,
     machine,
     peak_rate,
     table,
@@ -81,6 +84,17 @@ def batch(seconds: float) -> Iterator[Line]:
     config = shaped("64,1,16")
     sizes = [replace(config, batch=256 * 4**i) for i in range(5)]
     yield from slopes("batch", sizes, [c.batch for c in sizes], seconds)
+
+
+def kept(experiment: Callable[[float], Iterator[Line]], seconds: float) -> Iterator[Line]:
+    """An experiment in a process where freed memory is kept."""
+    for line in in_fresh_process(_kept, experiment, seconds):
+        yield replace(line, experiment=f"{line.experiment}, memory kept")
+
+
+def _kept(experiment: Callable[[float], Iterator[Line]], seconds: float) -> list[Line]:
+    keep_memory()
+    return list(experiment(seconds))
 
 
 def slopes(
@@ -232,7 +246,9 @@ def rates_of_builds(network: Network, seconds: float) -> Iterator[Line]:
 
 EXPERIMENTS = {
     "depth": depth,
+    "depth-kept": partial(kept, depth),
     "batch": batch,
+    "batch-kept": partial(kept, batch),
     "threads": threads,
     "small": small,
     "products": products,

@@ -6,6 +6,7 @@ import csv
 import functools
 import importlib
 import os
+import resource
 import shutil
 import subprocess
 import sys
@@ -27,7 +28,7 @@ import scaling
 import torch
 import workloads
 from contestants import EVERYONE, EXACT, Gate, Refused, enlist, relative, run
-from measure import Times, bandwidth, interleaved, time_limit
+from measure import Times, bandwidth, in_fresh_process, interleaved, keep_memory, time_limit
 from networks import (
     CHANNELS_LAST,
     COMPILED,
@@ -385,6 +386,41 @@ def test_scaling_reports_every_rule(monkeypatch: pytest.MonkeyPatch, tmp_path: P
         lines = list(csv.DictReader(file))
     assert {(line["experiment"], line["rule"]) for line in lines} >= {("small", r) for r in RULES}
     assert all(line["value"] == "2.0" for line in lines if line["experiment"] == "threads")
+
+
+def test_scaling_reports_growth_with_memory_kept(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def in_process(f: Any, experiment: Any, seconds: float) -> Any:
+        asked.append(f)
+        return list(experiment(seconds))
+
+    asked: list[Any] = []
+    monkeypatch.setattr(scaling, "in_fresh_process", in_process)
+    monkeypatch.setattr(scaling, "shaped", lambda _: shaped("8,4,1"))
+    scaling.main(["--only", "depth-kept", "--seconds", "0", "--out", str(tmp_path)])
+    with (tmp_path / "scaling.csv").open() as file:
+        lines = list(csv.DictReader(file))
+    assert asked == [scaling._kept]
+    assert {line["experiment"] for line in lines} == {"depth, memory kept"}
+    assert {line["rule"] for line in lines} == set(RULES)
+
+
+def test_kept_memory_is_not_given_back() -> None:
+    """A block that would be mapped anew has its pages already when it is made a second time."""
+    kept, usual = (in_fresh_process(faults_of_the_second_block, keep) for keep in (True, False))
+    assert 10 * kept < usual
+
+
+def faults_of_the_second_block(kept: bool) -> int:
+    if kept:
+        keep_memory()
+    faults = []
+    for _ in range(2):
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        torch.ones(16 << 20)  # 64 MiB
+        faults.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+    return faults[1]
 
 
 def test_scaling_holds_every_instruction_set_against_its_own_peak(
