@@ -103,6 +103,33 @@ def test_live_memory_does_not_grow_with_depth(
     assert peak(40) <= 1.02 * peak(10)
 
 
+def workspace_bytes(block: str, rule: str = "paper", order: int = 1, **changes: Any) -> int:
+    """What the kernels ask for in the reverse pass of a stage of which all gradients are wanted."""
+    sizes = {
+        "activation": "tanh", "scheme": "euler", "steps": 10, "step": 0.1, "tied": False,
+        "height": 1, "width": 1, "convolutions": [], "epsilon": 1e-5, "stream": "float32",
+        "storage": "float32", "keep_every": 0, "threads": 2, "hidden": changes["dim"], **changes,
+    }  # fmt: skip
+    blocks = 1 if sizes["tied"] else sizes["steps"] + (sizes["scheme"] == "heun")
+    if block == "conv":  # every tensor has an address of its own
+        addresses, strides = [1] * 5 * len(sizes["convolutions"]) * blocks, []
+    else:
+        addresses, strides = ([1] * n for n in ((4, 4) if block == "mlp" else (1, 1)))
+    stage = cpp._C.Stage(block=block, parameters=addresses, strides=strides, **sizes)
+    io = cpp._C.Reverse(
+        rule=rule, order=order, start=1, anchors=0, cotangent=1, grad_x=1, gradients=addresses,
+        strides=strides, blocks=blocks, nonfinite=0,
+    )  # fmt: skip
+    return int(cpp._C.workspace_bytes(stage, io))
+
+
+def convolutional_workspace_bytes(channels: int, size: int, images: int, **changes: Any) -> int:
+    return workspace_bytes(
+        "conv", rows=images * size**2, dim=channels, height=size, width=size,
+        convolutions=[(channels, channels, 3)] * 2, **changes,
+    )  # fmt: skip
+
+
 @pytest.mark.needs_cpp
 @pytest.mark.parametrize("scheme", ["euler", "heun"])
 @pytest.mark.parametrize(
@@ -116,18 +143,9 @@ def test_workspace_of_the_reverse_pass(
     """One state (grad_x holds the cotangent), the history, and one block's scratch per thread."""
 
     def workspace(steps: int, rows: int) -> int:
-        stage = cpp._C.Stage(
-            block="mlp", activation="tanh", scheme=scheme, steps=steps, step=0.1, tied=tied,
-            rows=rows, dim=64, hidden=64, height=1, width=1, convolutions=[], epsilon=0.0,
-            stream="float32", storage="float32", parameters=[1] * 4, strides=[0] * 4,
-            keep_every=0, threads=2,
-        )  # fmt: skip
-        io = cpp._C.Reverse(
-            rule=rule, order=order, start=1, anchors=0, cotangent=1, grad_x=1,
-            gradients=[1] * 4, strides=[0] * 4, blocks=1 if tied else steps + (scheme == "heun"),
-            nonfinite=0,
-        )  # fmt: skip
-        return int(cpp._C.workspace_bytes(stage, io))
+        return workspace_bytes(
+            "mlp", rule, order, scheme=scheme, tied=tied, steps=steps, rows=rows, dim=64
+        )
 
     assert workspace(10, 8192) == workspace(10_000, 8192)
     shared = 1 if rule == "paper" and (scheme == "heun" or tied) else 0  # evaluations used twice
@@ -140,17 +158,7 @@ def test_few_wide_rows_take_no_copy_of_a_block_for_every_thread() -> None:
     """Threads share it where rows are few."""
 
     def workspace(rows: int) -> int:
-        stage = cpp._C.Stage(
-            block="linear", activation="identity", scheme="euler", steps=10, step=0.1, tied=False,
-            rows=rows, dim=512, hidden=512, height=1, width=1, convolutions=[], epsilon=0.0,
-            stream="float32", storage="float32", parameters=[1], strides=[0], keep_every=0,
-            threads=32,
-        )  # fmt: skip
-        io = cpp._C.Reverse(
-            rule="paper", order=1, start=1, anchors=0, cotangent=1, grad_x=1, gradients=[1],
-            strides=[0], blocks=10, nonfinite=0,
-        )  # fmt: skip
-        return int(cpp._C.workspace_bytes(stage, io))
+        return workspace_bytes("linear", rows=rows, dim=512, threads=32)
 
     copy = 32 * 512 * 512 * 4
     assert workspace(8192) > copy
@@ -168,17 +176,9 @@ def test_workspace_of_a_convolutional_stage(rule: str, order: int, states: int) 
     size, channels = 8, 32
 
     def workspace(steps: int, images: int) -> int:
-        stage = cpp._C.Stage(
-            block="conv", activation="relu", scheme="euler", steps=steps, step=0.1, tied=False,
-            rows=images * size**2, dim=channels, hidden=channels, height=size, width=size,
-            convolutions=[(channels, channels, 3)] * 2, epsilon=1e-5, stream="float32",
-            storage="float32", parameters=[1] * 10 * steps, strides=[], keep_every=0, threads=2,
-        )  # fmt: skip
-        io = cpp._C.Reverse(
-            rule=rule, order=order, start=1, anchors=0, cotangent=1, grad_x=1,
-            gradients=[1] * 10 * steps, strides=[], blocks=steps, nonfinite=0,
-        )  # fmt: skip
-        return int(cpp._C.workspace_bytes(stage, io))
+        return convolutional_workspace_bytes(
+            channels, size, images, rule=rule, order=order, steps=steps
+        )
 
     assert workspace(10, 64) == workspace(1000, 64)
     per_image = (workspace(10, 2048) - workspace(10, 1024)) / 1024
@@ -191,17 +191,7 @@ def test_wide_convolutions_take_four_sums_of_weight_gradients_at_most() -> None:
     channels, size = 256, 8
 
     def workspace(threads: int) -> int:
-        stage = cpp._C.Stage(
-            block="conv", activation="relu", scheme="euler", steps=4, step=0.1, tied=False,
-            rows=64 * size**2, dim=channels, hidden=channels, height=size, width=size,
-            convolutions=[(channels, channels, 3)] * 2, epsilon=1e-5, stream="float32",
-            storage="float32", parameters=[1] * 40, strides=[], keep_every=0, threads=threads,
-        )  # fmt: skip
-        io = cpp._C.Reverse(
-            rule="paper", order=1, start=1, anchors=0, cotangent=1, grad_x=1, gradients=[1] * 40,
-            strides=[], blocks=4, nonfinite=0,
-        )  # fmt: skip
-        return int(cpp._C.workspace_bytes(stage, io))
+        return convolutional_workspace_bytes(channels, size, images=64, threads=threads)
 
     sums = 2 * 16 * channels**2 * 4  # at the 16 points of Winograd's scheme
     assert workspace(4) - workspace(1) > 3 * sums
