@@ -407,20 +407,22 @@ def test_scaling_reports_growth_with_memory_kept(
 
 
 def test_kept_memory_is_not_given_back() -> None:
-    """A block that would be mapped anew has its pages already when it is made a second time."""
-    kept, usual = (in_fresh_process(faults_of_the_second_block, keep) for keep in (True, False))
+    """A block that would be mapped anew, page by page, has its pages when it is made again."""
+    kept, usual = (in_fresh_process(fewest_faults, keep) for keep in (True, False))
     assert 10 * kept < usual
 
 
-def faults_of_the_second_block(kept: bool) -> int:
+def fewest_faults(kept: bool) -> int:
+    """Of the pages of several blocks, one after the other. (What lies behind the first may keep the
+    second from its place.)"""
     if kept:
         keep_memory()
     faults = []
-    for _ in range(2):
+    for _ in range(5):
         before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
         torch.ones(16 << 20)  # 64 MiB
         faults.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
-    return faults[1]
+    return min(faults)
 
 
 def test_scaling_holds_every_instruction_set_against_its_own_peak(
