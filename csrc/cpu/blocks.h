@@ -108,7 +108,7 @@ struct RowBlock {
   // out ← scale · Σ sums of the crews, one worker's share; `sum` is that of its own crew, the next
   // one's lies `stride` further on
   template <class S>
-  void write_gradient(int, S* out, Matrix<T> sum, int64_t stride, Team, T scale) const {
+  void write_gradient(int, S* out, Matrix<T> sum, int64_t stride, T scale) const {
     sum.data -= index * stride;
     reduce(out, sum, stride, crews, scale, Share(sum.rows, index, crews), mine(sum));
   }

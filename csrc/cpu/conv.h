@@ -208,7 +208,8 @@ class Conv {
 
   // Σ of the threads' sums; for a weight at the points, to torch's [out, in, size, size].
   template <class S>
-  void write_gradient(int k, S* to, Matrix<T> sum, int64_t stride, Team team, T scale) const {
+  void write_gradient(int k, S* to, Matrix<T> sum, int64_t stride, T scale) const {
+    const Team team = crew.team;
     const bool in_turns = shared_sum(0, k);
     const int sums = in_turns ? team.crews(shared.adding) : team.size;
     if (in_turns) stride = sum.size();

@@ -217,8 +217,8 @@ class Worker {
       for (int k = 0; k < pass.s.count; ++k) {
         auto* const out = static_cast<decltype(storage)*>(bench.result(n, k));
         if (!out || bench.is_whole(k)) continue;
-        bench.block.write_gradient(k, out, mine.of[k], pass.private_bytes / sizeof(T), team,
-                                   mine.scale);
+        const int64_t stride = pass.private_bytes / sizeof(T);
+        bench.block.write_gradient(k, out, mine.of[k], stride, mine.scale);
       }
     });
   }

@@ -180,9 +180,10 @@ class Turns {
   void go_round(F f) {
     for (int i = 0; i < sums; ++i) {
       const int sum = (start(team.rank) + i) % sums;
-      const int64_t before = rounds * team.size + place(sum);
+      const int before_me = place(sum);
+      const int64_t before = rounds * team.size + before_me;
       Countdown::wait(done + sum, 1, -before);
-      f(sum, place(sum) == 0);
+      f(sum, before_me == 0);
       done[sum].set(-before - 1);
     }
     ++rounds;
