@@ -69,7 +69,7 @@ def _stage(block: str, dim: int, precision: str) -> Any:
         storage="float32" if precision == "tf32" else precision,
         parameters=[SOMEWHERE] * count,
         strides=[0] * count,
-        keep_every=0,
+        anchor_every=0,
         threads=1,
     )
 
@@ -81,7 +81,7 @@ def _forward() -> Any:
 def _reverse(block: str) -> Any:
     count = 4 if block == "mlp" else 1
     return cuda._CUDA.Reverse(
-        rule="refined",
+        reverse_rule="refined",
         order=1,
         start=SOMEWHERE,
         anchors=0,

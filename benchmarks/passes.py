@@ -94,7 +94,7 @@ class Case:
     def first_steps(self) -> int:
         """Those at the end of the stage that are steps of their own kind in the reverse pass."""
         method = self.problem("meta").method
-        return method.order if method.rule == "predicted" else 0
+        return method.order if method.reverse_rule == "predicted" else 0
 
 
 # ------------------------------------------------------------------------------------- kernels

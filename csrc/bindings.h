@@ -63,7 +63,7 @@ PyStage make_stage(const std::string& block, const std::string& activation,
                    const std::vector<std::array<int64_t, 3>>& convolutions, double epsilon,
                    const std::string& stream, const std::string& storage,
                    const std::vector<uintptr_t>& parameters, const std::vector<int64_t>& strides,
-                   int64_t keep_every, int threads) {
+                   int64_t anchor_every, int threads) {
   PyStage s{};
   s.block = parse<Block>(block, {"mlp", "linear", "conv"});
   s.activation = parse_activation(activation);
@@ -84,17 +84,17 @@ PyStage make_stage(const std::string& block, const std::string& activation,
   s.table = make_table(parameters, strides, s.blocks());
   s.count = int(s.table.size() / s.blocks());
   s.parameters = s.table.data();
-  s.keep_every = keep_every;
+  s.anchor_every = anchor_every;
   s.threads = threads;
   return s;
 }
 
-PyReverse make_reverse(const std::string& rule, int order, uintptr_t start, uintptr_t anchors,
-                       uintptr_t cotangent, uintptr_t grad_x,
+PyReverse make_reverse(const std::string& reverse_rule, int order, uintptr_t start,
+                       uintptr_t anchors, uintptr_t cotangent, uintptr_t grad_x,
                        const std::vector<uintptr_t>& gradients, const std::vector<int64_t>& strides,
                        int64_t blocks, uintptr_t nonfinite) {
   PyReverse r{};
-  r.rule = parse<Rule>(rule, {"exact", "paper", "refined", "predicted"});
+  r.reverse_rule = parse<ReverseRule>(reverse_rule, {"exact", "paper", "refined", "predicted"});
   r.order = order;
   r.start = reinterpret_cast<const void*>(start);
   r.anchors = reinterpret_cast<const void*>(anchors);
@@ -113,7 +113,7 @@ PyReverse make_reverse(const std::string& rule, int order, uintptr_t start, uint
            py::arg("scheme"), py::arg("steps"), py::arg("step"), py::arg("tied"), py::arg("rows"),
            py::arg("dim"), py::arg("hidden"), py::arg("height"), py::arg("width"),
            py::arg("convolutions"), py::arg("epsilon"), py::arg("stream"), py::arg("storage"),
-           py::arg("parameters"), py::arg("strides"), py::arg("keep_every"), py::arg("threads"));
+           py::arg("parameters"), py::arg("strides"), py::arg("anchor_every"), py::arg("threads"));
 
   py::class_<Forward>(m, "Forward", py::module_local())
       .def(py::init([](uintptr_t x, uintptr_t y, uintptr_t anchors, uintptr_t statistics) {
@@ -123,7 +123,7 @@ PyReverse make_reverse(const std::string& rule, int order, uintptr_t start, uint
            py::kw_only(), py::arg("x"), py::arg("y"), py::arg("anchors"), py::arg("statistics"));
 
   py::class_<PyReverse>(m, "Reverse", py::module_local())
-      .def(py::init(&make_reverse), py::kw_only(), py::arg("rule"), py::arg("order"),
+      .def(py::init(&make_reverse), py::kw_only(), py::arg("reverse_rule"), py::arg("order"),
            py::arg("start"), py::arg("anchors"), py::arg("cotangent"), py::arg("grad_x"),
            py::arg("gradients"), py::arg("strides"), py::arg("blocks"), py::arg("nonfinite"));
 }

@@ -13,7 +13,7 @@ namespace resode {
 enum class Block { mlp, linear, conv };
 enum class Activation { identity, relu, tanh, gelu, silu };
 enum class Scheme { euler, heun };
-enum class Rule { exact, paper, refined, predicted };
+enum class ReverseRule { exact, paper, refined, predicted };
 enum class DType { float32, float64, float16, bfloat16 };
 
 constexpr int kMaxLayers = 3;  // convolutions in a block
@@ -48,7 +48,7 @@ struct Stage {
   //           weight, bias, mean, variance [out]; mean and variance absent: those of the batch
   const void* const* parameters;
   int count;
-  int64_t keep_every;  // k: the states x[k], x[2k], … are kept as anchors; 0: none are
+  int64_t anchor_every;  // k: the states x[k], x[2k], … are kept as anchors; 0: none are
   int threads;
 
   int64_t blocks() const { return tied ? 1 : steps + (scheme == Scheme::heun); }
@@ -65,7 +65,7 @@ struct Forward {
 };
 
 struct Reverse {
-  Rule rule;
+  ReverseRule reverse_rule;
   int order;
   const void* start;       // where the walk begins: x[N], for `exact` x[0]
   const void* anchors;     // as Forward left them

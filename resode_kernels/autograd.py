@@ -21,7 +21,7 @@ def run(x: Tensor, problem: Problem, backend: str) -> tuple[Tensor, Tensor]:
         bare = problem._replace(parameters=())
         y, statistics = StageFunction.apply(x, bare, backend, *problem.parameters)
     else:
-        problem = problem._replace(method=problem.method._replace(keep_every=0))
+        problem = problem._replace(method=problem.method._replace(anchor_every=0))
         y, _, statistics = ops.forward(x.to(stream_dtype(x.dtype)), problem, backend)
         y = y.to(x.dtype)
     return y, statistics
@@ -42,7 +42,7 @@ class StageFunction(torch.autograd.Function):
         problem = problem._replace(parameters=parameters)
         y, anchors, statistics = ops.forward(x.to(stream_dtype(x.dtype)), problem, backend)
         # The reverse pass starts at one end of the trajectory: exact from x[0], otherwise x[N].
-        exact = problem.method.rule == "exact"
+        exact = problem.method.reverse_rule == "exact"
         ctx.save_for_backward(x if exact else y, anchors, *parameters)
         ctx.mark_non_differentiable(statistics)
         ctx.set_materialize_grads(False)

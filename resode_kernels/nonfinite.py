@@ -68,8 +68,8 @@ def report(method: Method, n: int, end: State) -> None:
     is not finite, on the way back from x[N] = ``end``."""
     if n < 0 or not all(bool(part.isfinite().all()) for part in parts(end)):
         return
-    rule = f"reverse={method.rule!r}" + (
-        f", order={method.order}" if method.rule != "paper" else ""
+    rule = f"reverse={method.reverse_rule!r}" + (
+        f", order={method.order}" if method.reverse_rule != "paper" else ""
     )
     message = (
         f"the state x[{n}] of a stage of N = {method.steps} steps was reconstructed as something "

@@ -1,10 +1,10 @@
 """The two operators of a stage as ``torch.library`` ops, which is what ``torch.compile`` sees.
 
-    forward   x[0] → x[N], the kept states and the statistics of the batch
+    forward   x[0] → x[N], the anchors and the statistics of the batch
     reverse   ∂L/∂x[N] → ∂L/∂x[0] and the parameter gradients
 
 Each makes its results and lets a backend fill them. States are in the stream's dtype, [rows, dim]
-or for conv [images, channels, height, width] in any memory format; kept states (anchors) are
+or for conv [images, channels, height, width] in any memory format; anchors are
 [count, …], laid out as the backend likes. Only conv has statistics (``Problem.statistics``).
 """
 
@@ -23,7 +23,8 @@ from .problem import Problem
 # A Problem, field by field, and the name of the backend that runs it.
 _PROBLEM = (
     "str block, str activation, Tensor?[] parameters, str scheme, int steps, float step, "
-    "str rule, int order, int keep_every, str nonfinite, int layers, float epsilon, str backend"
+    "str reverse_rule, int order, int anchor_every, str nonfinite, int layers, float epsilon, "
+    "str backend"
 )
 
 library = torch.library.Library("resode_kernels", "DEF")
@@ -45,7 +46,7 @@ def _problem(fields: Sequence[Any]) -> Problem:
 def _new_states(x: Tensor, problem: Problem) -> tuple[Tensor, Tensor, Tensor]:
     return (
         torch.empty_like(x),
-        x.new_empty((problem.kept_states, *x.shape)),
+        x.new_empty((problem.anchor_count, *x.shape)),
         x.new_zeros(problem.statistics),
     )
 
@@ -103,7 +104,7 @@ for _name, _implementation, _fake in (
 
 
 def forward(x: Tensor, problem: Problem, backend: str) -> tuple[Tensor, Tensor, Tensor]:
-    """x[N], the kept states and the statistics of the batch."""
+    """x[N], the anchors and the statistics of the batch."""
     result: tuple[Tensor, Tensor, Tensor] = torch.ops.resode_kernels.forward.default(
         x, *problem.fields(), backend
     )

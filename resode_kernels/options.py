@@ -24,11 +24,11 @@ class Method(NamedTuple):
     """N."""
     step: float
     """h."""
-    rule: str
+    reverse_rule: str
     """``"paper"``, ``"refined"``, ``"predicted"``; or ``"exact"``: nothing is reconstructed."""
     order: int
-    keep_every: int
-    """k: the forward pass keeps x[k], x[2k], …; 0: it keeps none."""
+    anchor_every: int
+    """k: the forward pass keeps the states x[k], x[2k], … as anchors; 0: it keeps none."""
     nonfinite: str
     """What happens when a reconstruction is not finite; ``"ignore"``: nobody looks."""
 
@@ -115,8 +115,8 @@ class How:
             scheme=self.scheme,
             steps=depth,
             step=1 / depth if self.step is None else float(self.step),
-            rule=rule,
+            reverse_rule=rule,
             order=self.order or DEFAULT_ORDER[self.reverse],
-            keep_every=keep,
+            anchor_every=keep,
             nonfinite="ignore" if rule == "exact" else self.nonfinite,
         )

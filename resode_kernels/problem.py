@@ -84,9 +84,9 @@ class Problem(NamedTuple):
         return self.method.steps + (1 if self.method.scheme == "heun" else 0)
 
     @property
-    def kept_states(self) -> int:
-        keep_every = self.method.keep_every
-        return (self.method.steps - 1) // keep_every if keep_every else 0
+    def anchor_count(self) -> int:
+        anchor_every = self.method.anchor_every
+        return (self.method.steps - 1) // anchor_every if anchor_every else 0
 
     def fields(self) -> tuple[Any, ...]:
         return (

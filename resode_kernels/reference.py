@@ -307,14 +307,14 @@ SCHEMES: dict[str, type[Euler] | type[Heun]] = {"euler": Euler, "heun": Heun}
 # ---------------------------------------------------------------------------------- forward pass
 
 
-def forward(scheme: Scheme, x: Any, keep_every: int = 0) -> tuple[Any, dict[int, Any]]:
-    """x[N], and the kept states x[k], x[2k], … before it."""
-    kept = {}
+def forward(scheme: Scheme, x: Any, anchor_every: int = 0) -> tuple[Any, dict[int, Any]]:
+    """x[N], and the anchors x[k], x[2k], … before it."""
+    anchors = {}
     for n in range(scheme.steps):
-        if keep_every and n and n % keep_every == 0:
-            kept[n] = x
+        if anchor_every and n and n % anchor_every == 0:
+            anchors[n] = x
         x = scheme.combine(x, (scheme.h, scheme.slope(n, x)))
-    return x, kept
+    return x, anchors
 
 
 # ---------------------------------------------------------------------------------- reverse pass
@@ -351,7 +351,7 @@ def adjoint(
     order: int,
     scheme: Scheme,
     x: Any,
-    kept: dict[int, Any],
+    anchors: dict[int, Any],
     last: int = 0,
     wrt_x: bool = True,
     watch: Watch | None = None,
@@ -361,8 +361,8 @@ def adjoint(
     history: deque[Any] = deque(maxlen=order)
     known = None
     for n in reversed(range(last, scheme.steps)):
-        if n + 1 in kept:
-            x, known = kept[n + 1], None
+        if n + 1 in anchors:
+            x, known = anchors[n + 1], None
         p = point(rule, order, scheme, n, x, history, known)
         slope, first, pullback = scheme.linearize(n, p, wrt_x or n > last)
         yield pullback
@@ -377,12 +377,12 @@ def adjoint(
 
 
 def exact(
-    scheme: Scheme, x: Any, kept: dict[int, Any], last: int = 0, wrt_x: bool = True
+    scheme: Scheme, x: Any, anchors: dict[int, Any], last: int = 0, wrt_x: bool = True
 ) -> Iterator[StepPullback]:
     """The VJPs of the steps N − 1 … ``last``, at the states themselves: from x = x[0] and from each
-    kept state a segment of steps is computed again."""
+    anchor a segment of steps is computed again."""
     end = scheme.steps
-    for begin, start in sorted({**kept, 0: x}.items(), reverse=True):
+    for begin, start in sorted({**anchors, 0: x}.items(), reverse=True):
         if end <= last:
             return
         x, pullbacks = start, []

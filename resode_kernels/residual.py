@@ -149,13 +149,13 @@ class Pass:
     def forward(
         self, states: Sequence[Tensor], arguments: Sequence[Tensor]
     ) -> tuple[Any, dict[int, Any]]:
-        """x[N] and the kept states."""
+        """x[N] and the anchors."""
         cache = torch.is_autocast_cache_enabled()
         torch.set_autocast_cache_enabled(False)  # as in Surroundings
         try:
             with self.call.filled(arguments):
                 x = in_stream(like(self.kind, states))
-                return reference.forward(self.scheme, x, self.method.keep_every)
+                return reference.forward(self.scheme, x, self.method.anchor_every)
         finally:
             torch.set_autocast_cache_enabled(cache)
 
@@ -174,7 +174,7 @@ class Pass:
     def backward(
         self,
         start: Any,
-        kept: dict[int, Any],
+        anchors: dict[int, Any],
         arguments: Sequence[Tensor],
         parameters: Sequence[Tensor],
         cotangent: Any,
@@ -212,11 +212,17 @@ class Pass:
         looked_for = nonfinite.looked_for(self.method, start)
         extremes = nonfinite.Extremes(self.method.steps, start) if looked_for else None
         watch = None if extremes is None else extremes.watch
-        if self.method.rule == "exact":
-            pullbacks = reference.exact(self.scheme, start, kept, *end)
+        if self.method.reverse_rule == "exact":
+            pullbacks = reference.exact(self.scheme, start, anchors, *end)
         else:
             pullbacks = reference.adjoint(
-                self.method.rule, self.method.order, self.scheme, start, kept, *end, watch
+                self.method.reverse_rule,
+                self.method.order,
+                self.scheme,
+                start,
+                anchors,
+                *end,
+                watch,
             )
         try:
             with (
@@ -242,12 +248,12 @@ class ResidualFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, run: Pass, *tensors: Tensor) -> Any:
         states, arguments, parameters = run.split(tensors)
-        y, kept = run.forward(states, arguments)
+        y, anchors = run.forward(states, arguments)
         # The reverse pass starts at one end of the trajectory: exact from x[0], otherwise x[N].
-        start = states if run.method.rule == "exact" else parts(y)
-        anchors = [part for state in kept.values() for part in parts(state)]
-        ctx.run, ctx.kept = run, list(kept)
-        ctx.save_for_backward(*start, *anchors, *arguments, *parameters)
+        start = states if run.method.reverse_rule == "exact" else parts(y)
+        ctx.run, ctx.anchor_steps = run, list(anchors)
+        kept = [part for state in anchors.values() for part in parts(state)]
+        ctx.save_for_backward(*start, *kept, *arguments, *parameters)
         ctx.dtypes = [t.dtype for t in tensors]
         return like(y, [part.to(dtype) for part, dtype in zip(parts(y), ctx.dtypes, strict=False)])
 
@@ -255,7 +261,7 @@ class ResidualFunction(torch.autograd.Function):
     def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor | None, ...]:
         run: Pass = ctx.run
         saved, width = ctx.saved_tensors, len(cotangents)
-        end = width * (1 + len(ctx.kept))
+        end = width * (1 + len(ctx.anchor_steps))
         _, arguments, parameters = run.split((*cotangents, *saved[end:]))
         with torch.no_grad():
             states = [t.detach() for t in saved[:end]]
@@ -264,7 +270,7 @@ class ResidualFunction(torch.autograd.Function):
             )
             gradients: list[Tensor | None] = run.backward(
                 start,
-                dict(zip(ctx.kept, anchors, strict=True)),
+                dict(zip(ctx.anchor_steps, anchors, strict=True)),
                 arguments,
                 parameters,
                 in_stream(like(run.kind, cotangents)),

@@ -383,11 +383,11 @@ def long_gradients(stage: rk.Stage, x: Tensor, g: Tensor) -> list[np.ndarray]:
     blocks = list(distinct) * stage.how.blocks(stage.depth) if stage.tied else distinct
     method = stage.how.method(stage.depth)
     scheme = reference.SCHEMES[method.scheme](blocks, method.step)
-    y, kept = reference.forward(scheme, long(x), method.keep_every)
-    if method.rule == "exact":
+    y, kept = reference.forward(scheme, long(x), method.anchor_every)
+    if method.reverse_rule == "exact":
         pullbacks = reference.exact(scheme, long(x), kept)
     else:
-        pullbacks = reference.adjoint(method.rule, method.order, scheme, y, kept)
+        pullbacks = reference.adjoint(method.reverse_rule, method.order, scheme, y, kept)
     sums = reference.Sums()
     grad_x = reference.reverse(pullbacks, long(g), sums.add)
     if isinstance(stage, rk.ConvStage):

@@ -300,9 +300,9 @@ def test_opcheck(options: dict[str, Any], scheme: str, backend: str) -> None:
     ops = torch.ops.resode_kernels
     opcheck(ops.forward.default, (x, *problem.fields(), backend))
     y, anchors, statistics = ops.forward.default(x, *problem.fields(), backend)
-    assert anchors.shape == (problem.kept_states, *x.shape)
+    assert anchors.shape == (problem.anchor_count, *x.shape)
     assert statistics.shape == (problem.evaluations, 12)
-    start = x if method.rule == "exact" else y
+    start = x if method.reverse_rule == "exact" else y
     needs = [True, *(p is not None for p in parameters)]
     opcheck(ops.reverse.default, (start, anchors, g, needs, *problem.fields(), backend))
 

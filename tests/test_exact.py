@@ -102,7 +102,7 @@ def test_the_reference_takes_any_function(scheme: str) -> None:
     ]
     solver = reference.SCHEMES[scheme](blocks, 1 / steps)
     x, g = torch.randn(2, 4, 3, dtype=torch.float64)
-    y, kept = reference.forward(solver, x, keep_every=7)
+    y, kept = reference.forward(solver, x, anchor_every=7)
     exact_sums = reference.Sums()
     exact = reference.reverse(reference.exact(solver, x, kept), g, exact_sums.add)
 

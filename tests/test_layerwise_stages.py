@@ -75,10 +75,10 @@ def passes(
 
     def run(x: Tensor, g: Tensor) -> tuple[Tensor, list[Tensor | None], Tensor]:
         x, g = (t.to(stream_dtype(t.dtype)) for t in (x, g))
-        y, anchors = torch.empty_like(x), x.new_empty((problem.kept_states, *x.shape))
+        y, anchors = torch.empty_like(x), x.new_empty((problem.anchor_count, *x.shape))
         statistics = x.new_zeros(problem.statistics if problem.block == "conv" else 0)
         forward(problem, x, y, anchors, statistics)
-        start = x if problem.method.rule == "exact" else y
+        start = x if problem.method.reverse_rule == "exact" else y
         gradients = [torch.empty_like(x)]
         gradients += [
             torch.empty_like(p) if isinstance(p, nn.Parameter) else None for p in problem.parameters

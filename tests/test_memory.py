@@ -108,7 +108,7 @@ def workspace_bytes(block: str, rule: str = "paper", order: int = 1, **changes: 
     sizes = {
         "activation": "tanh", "scheme": "euler", "steps": 10, "step": 0.1, "tied": False,
         "height": 1, "width": 1, "convolutions": [], "epsilon": 1e-5, "stream": "float32",
-        "storage": "float32", "keep_every": 0, "threads": 2, "hidden": changes["dim"], **changes,
+        "storage": "float32", "anchor_every": 0, "threads": 2, "hidden": changes["dim"], **changes,
     }  # fmt: skip
     blocks = 1 if sizes["tied"] else sizes["steps"] + (sizes["scheme"] == "heun")
     if block == "conv":  # every tensor has an address of its own
@@ -117,8 +117,8 @@ def workspace_bytes(block: str, rule: str = "paper", order: int = 1, **changes: 
         addresses, strides = ([1] * n for n in ((4, 4) if block == "mlp" else (1, 1)))
     stage = cpp._C.Stage(block=block, parameters=addresses, strides=strides, **sizes)
     io = cpp._C.Reverse(
-        rule=rule, order=order, start=1, anchors=0, cotangent=1, grad_x=1, gradients=addresses,
-        strides=strides, blocks=blocks, nonfinite=0,
+        reverse_rule=rule, order=order, start=1, anchors=0, cotangent=1, grad_x=1,
+        gradients=addresses, strides=strides, blocks=blocks, nonfinite=0,
     )  # fmt: skip
     return int(cpp._C.workspace_bytes(stage, io))
 

@@ -148,14 +148,14 @@ def exploded_at(stage: rk.Stage, c: float | list[float] | None = None, value: fl
     one = torch.ones(1, 1, dtype=torch.float64)
     blocks = [reference.Linear(-factor * one) for factor in factors(stage, c)]
     scheme = reference.SCHEMES[method.scheme](blocks, method.step)
-    end, kept = reference.forward(scheme, value * one, method.keep_every)
+    end, kept = reference.forward(scheme, value * one, method.anchor_every)
     found = []
 
     def watch(n: int, p: Tensor, _: Tensor) -> None:
         if p.abs().item() > LARGEST:
             found.append(n)
 
-    walk = reference.adjoint(method.rule, method.order, scheme, end, kept, watch=watch)
+    walk = reference.adjoint(method.reverse_rule, method.order, scheme, end, kept, watch=watch)
     reference.reverse(walk, one, lambda *_: None)
     return max(found)
 

@@ -31,8 +31,8 @@ def test_opcheck(block: str, scheme: str, options: dict[str, Any], backend: str)
     ops = torch.ops.resode_kernels
     opcheck(ops.forward.default, (x, *p.fields(), backend))
     y, anchors, _ = ops.forward.default(x, *p.fields(), backend)
-    assert anchors.shape == (p.kept_states, 9, 5)
-    start = x if p.method.rule == "exact" else y
+    assert anchors.shape == (p.anchor_count, 9, 5)
+    start = x if p.method.reverse_rule == "exact" else y
     count = len(p.parameters)
     for needs in ([True] * (1 + count), [True] + [False] * count, [False] * count + [True]):
         opcheck(ops.reverse.default, (start, anchors, g, needs, *p.fields(), backend))

@@ -24,7 +24,7 @@ def _scheme(stage: rk.MLPStage) -> reference.Scheme:
 @torch.no_grad()
 def trajectory(stage: rk.MLPStage, x: Tensor) -> Tensor:
     """x[0], …, x[N]: [N + 1, rows, dim]."""
-    last, kept = reference.forward(_scheme(stage), x, keep_every=1)
+    last, kept = reference.forward(_scheme(stage), x, anchor_every=1)
     return torch.stack([x, *kept.values(), last])
 
 
@@ -36,6 +36,8 @@ def reconstruction(stage: rk.MLPStage, last: Tensor) -> Tensor:
     def watch(n: int, p: Any, x: Any) -> None:
         states.append(x)
 
-    steps = reference.adjoint(method.rule, method.order, _scheme(stage), last, {}, watch=watch)
+    steps = reference.adjoint(
+        method.reverse_rule, method.order, _scheme(stage), last, {}, watch=watch
+    )
     deque(steps, maxlen=0)  # walks back; nobody asks for the VJPs
     return torch.stack(states[::-1])

@@ -23,7 +23,7 @@ size_t forward(const Stage& s, const resode::Forward& io, void* workspace) {
     worker.read(state, static_cast<const T*>(io.x));
     for (int64_t n = 0; n < s.steps; ++n) {
       worker.begin_step(n);
-      const bool keep = s.keep_every && (n + 1) % s.keep_every == 0 && n + 1 < s.steps;
+      const bool keep = s.anchor_every && (n + 1) % s.anchor_every == 0 && n + 1 < s.steps;
       worker.for_each_tile([&](Share rows) {
         const Matrix<T> x = pass.tile(state, rows);
         Scheme::slope(worker.bench, n, x, {{x.data, x.data, worker.bench.step}});

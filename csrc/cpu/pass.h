@@ -78,10 +78,10 @@ struct Pass {
     return state + rows.begin * s.dim;
   }
 
-  // Where the kept state x[n] lies, row-major.
+  // Where the anchor x[n] lies, row-major.
   template <class U>
   U* anchor(U* anchors, int64_t n) const {
-    return anchors + (n / s.keep_every - 1) * s.rows * s.dim;
+    return anchors + (n / s.anchor_every - 1) * s.rows * s.dim;
   }
 
   Bench<T, Block> bench(Arena& arena, Team team) const {

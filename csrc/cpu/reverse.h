@@ -7,7 +7,7 @@
 //     predicted   p = x − h φ̂, φ̂ extrapolated from the      next state x − h φ(p)
 //                 last evaluations φ(p), and a correction
 //                 for every evaluation that is missing
-//     exact       p = x[n], kept or recomputed from the last state that was
+//     exact       p = x[n], an anchor or recomputed from the last one before it
 //
 // A correction is p ← x − h φ(p). Memory traffic per step: state and cotangent once in and once
 // out, with `predicted` its history too, the step's weights once, their gradients once.
@@ -18,7 +18,7 @@
 
 namespace {
 
-using resode::Rule;
+using resode::ReverseRule;
 
 // p ← x − h Σ_i coefficient_i φ_i over the `count` newest evaluations, newest first: the value at
 // the next point of the polynomial through them. Some panels of p.
@@ -46,11 +46,12 @@ struct Walk {
   template <class P>
   Walk(const P& pass, const resode::Reverse& io, Arena& arena)
       : in_result(io.grad_x && pass.lives_in_result()),
-        segment(io.rule == Rule::exact ? pass.s.keep_every : 1),
+        segment(io.reverse_rule == ReverseRule::exact ? pass.s.anchor_every : 1),
         // With `paper` the state is p, where the VJP has just been taken: Heun's next step starts
         // with the same evaluation f_n(p), and so does Euler's if the block stays the same.
-        known(io.rule == Rule::paper && (pass.s.scheme == resode::Scheme::heun || pass.s.tied)),
-        history(io.rule == Rule::predicted ? io.order : 0),
+        known(io.reverse_rule == ReverseRule::paper &&
+              (pass.s.scheme == resode::Scheme::heun || pass.s.tied)),
+        history(io.reverse_rule == ReverseRule::predicted ? io.order : 0),
         states(pass.states(arena, count())) {}
 
   int64_t count() const { return segment + known + history + !in_result; }
@@ -73,9 +74,9 @@ class ReverseWorker : public Worker<T, Scheme, Block> {
 
   void run() {
     this->read(cotangent, static_cast<const T*>(io.cotangent));
-    if (io.rule != Rule::exact) this->read(state(), static_cast<const T*>(io.start));
+    if (io.reverse_rule != ReverseRule::exact) this->read(state(), static_cast<const T*>(io.start));
     for (int64_t n = s.steps - 1; n >= 0; --n) {
-      if (s.keep_every && (n + 1 == s.steps || (n + 1) % s.keep_every == 0)) restart(n);
+      if (s.anchor_every && (n + 1 == s.steps || (n + 1) % s.anchor_every == 0)) restart(n);
       this->begin_reverse_step(n);
       this->for_each_tile([&](Share rows) { step(n, rows); });
       this->end_reverse_step(n);
@@ -100,29 +101,29 @@ class ReverseWorker : public Worker<T, Scheme, Block> {
   bool is_known = false;    // `known` holds the first evaluation of the next step
   int64_t nonfinite = -1;   // the first step on the way back whose point is not finite
 
-  // x[n+1] is a kept state, or the end. `exact` fills in the states of the segment that leads to
+  // x[n+1] is an anchor, or the end. `exact` fills in the states of the segment that leads to
   // it.
   void restart(int64_t n) {
     const T* const anchors = static_cast<const T*>(io.anchors);
-    if (io.rule != Rule::exact) {
+    if (io.reverse_rule != ReverseRule::exact) {
       if (n + 1 == s.steps) return;
       is_known = false;
       return this->read(state(), pass.anchor(anchors, n + 1));
     }
-    const int64_t begin = n - n % s.keep_every;
+    const int64_t begin = n - n % s.anchor_every;
     this->read(state(), begin ? pass.anchor(anchors, begin) : static_cast<const T*>(io.start));
     for (int64_t m = begin; m < n; ++m) {
       this->begin_step(m);
       this->for_each_tile([&](Share rows) {
-        const Matrix<T> x = pass.tile(kept(m), rows);
-        Scheme::slope(bench, m, x, {{pass.tile(kept(m + 1), rows).data, x.data, h}});
+        const Matrix<T> x = pass.tile(recomputed(m), rows);
+        Scheme::slope(bench, m, x, {{pass.tile(recomputed(m + 1), rows).data, x.data, h}});
       });
     }
   }
 
   T* state() const { return states[0]; }
   // Where a segment's state x[n] is.
-  T* kept(int64_t n) const { return states[n % s.keep_every]; }
+  T* recomputed(int64_t n) const { return states[n % s.anchor_every]; }
   // Where the i-th evaluation φ(p) is.
   T* evaluation(int64_t i) const { return states[walk.segment + walk.known + i % io.order]; }
 
@@ -132,19 +133,22 @@ class ReverseWorker : public Worker<T, Scheme, Block> {
     if (io.nonfinite && nonfinite < 0 && !is_finite(p.part(bench.block.mine(p)))) nonfinite = n;
     T* const keep = known && n > 0 ? pass.tile(known, rows).data : nullptr;
     Update<T> next;
-    if (io.rule == Rule::refined || io.rule == Rule::predicted) next.first = {x.data, x.data, -h};
-    if (io.rule == Rule::predicted) next.second.out = pass.tile(evaluation(evaluations), rows).data;
+    if (io.reverse_rule == ReverseRule::refined || io.reverse_rule == ReverseRule::predicted)
+      next.first = {x.data, x.data, -h};
+    if (io.reverse_rule == ReverseRule::predicted)
+      next.second.out = pass.tile(evaluation(evaluations), rows).data;
     Scheme::trace(bench, n, p, keep, next);
     Scheme::vjp(bench, n, p, g, n > 0 || io.grad_x);
   }
 
   Matrix<T> point(int64_t n, Share rows, Matrix<T> x) {
-    if (io.rule == Rule::exact) return pass.tile(kept(n), rows);
-    const Matrix<T> p{io.rule == Rule::paper ? x.data : bench.point, x.rows, x.columns};
+    if (io.reverse_rule == ReverseRule::exact) return pass.tile(recomputed(n), rows);
+    const Matrix<T> p{io.reverse_rule == ReverseRule::paper ? x.data : bench.point, x.rows,
+                      x.columns};
     const Update<T> to_p{{p.data, x.data, -h}};
-    int64_t corrections = io.rule == Rule::refined ? io.order - 1 : 0;
+    int64_t corrections = io.reverse_rule == ReverseRule::refined ? io.order - 1 : 0;
     int64_t available = 0;
-    if (io.rule == Rule::predicted) {
+    if (io.reverse_rule == ReverseRule::predicted) {
       available = min(evaluations, io.order);
       corrections = io.order - available;
     }

@@ -115,17 +115,19 @@ class Reverser {
   Reverser(const Stage& stage, const Reverse& io, const Gpu& gpu, void* workspace)
       : stage_(stage), io_(io), gpu_(gpu), plan_(*resode::plan(stage, io, gpu)), arena_(workspace) {
     const int64_t state = stage.rows * stage.dim;
-    const bool predicted = io.rule == Rule::predicted;
-    walk_.rule = io.rule;
+    const bool predicted = io.reverse_rule == ReverseRule::predicted;
+    walk_.reverse_rule = io.reverse_rule;
     walk_.order = io.order;
     walk_.anchors = static_cast<const float*>(io.anchors);
     walk_.cotangent = static_cast<const float*>(io.cotangent);
-    walk_.keep_every = int(stage.keep_every);
+    walk_.anchor_every = int(stage.anchor_every);
     walk_.nonfinite = io.nonfinite;
     walk_.end_cotangent = io.grad_x ? static_cast<float*>(io.grad_x) : arena_.floats(state);
     walk_.history = arena_.floats(predicted ? io.order * state : 0);
-    state_ = arena_.floats(io.rule == Rule::exact || plan_.steps >= stage.steps ? 0 : state);
-    between_ = arena_.floats(io.rule == Rule::exact ? (stage.keep_every - 1) * state : 0);
+    state_ = arena_.floats(
+        io.reverse_rule == ReverseRule::exact || plan_.steps >= stage.steps ? 0 : state);
+    between_ =
+        arena_.floats(io.reverse_rule == ReverseRule::exact ? (stage.anchor_every - 1) * state : 0);
     walk_.sums = layout_sums(stage, io);
     walk_.sums.slots = stage.tied ? 1 : plan_.steps + (stage.scheme == Scheme::heun);
     walk_.sums.at = arena_.floats(walk_.sums.slots * plan_.programs * walk_.sums.size);
@@ -135,17 +137,17 @@ class Reverser {
 
   void run() {
     net_ = network(stage_, plan_);
-    if (io_.rule == Rule::exact)
+    if (io_.reverse_rule == ReverseRule::exact)
       recompute();
     else
       make(0, net_.steps, static_cast<const float*>(io_.start));
   }
 
  private:
-  // The steps of the rule `exact`: the states that were not kept are computed again from the kept
-  // one before them.
+  // The steps of the rule `exact`: the states between two anchors are computed again from
+  // the first of the two.
   void recompute() {
-    const int k = int(stage_.keep_every);
+    const int k = int(stage_.anchor_every);
     const auto* const start = static_cast<const float*>(io_.start);
     const int64_t state = stage_.rows * stage_.dim;
     if (k == 1) {
@@ -173,7 +175,8 @@ class Reverser {
     for (walk_.start = start; end > begin; end = walk_.begin) {
       walk_.begin = std::max(begin, end - plan_.steps);
       walk_.end = end;
-      walk_.end_state = walk_.rule == Rule::exact || walk_.begin == 0 ? nullptr : state_;
+      walk_.end_state =
+          walk_.reverse_rule == ReverseRule::exact || walk_.begin == 0 ? nullptr : state_;
       plan_.kernels->reverse(gpu_, stage_.block, plan_.programs, plan_.shared, net_, walk_);
       collect(walk_.begin, end);
       walk_.cotangent = walk_.end_cotangent;
@@ -205,7 +208,7 @@ class Reverser {
   Arena arena_;
   ReverseWalk walk_{};
   Network net_;
-  float *state_, *between_;  // where a launch leaves the state; the states between two kept ones
+  float *state_, *between_;  // where a launch leaves the state; the states between two anchors
 };
 
 }  // namespace
@@ -230,7 +233,7 @@ size_t run(const Stage& stage, const Forward& io, const Gpu& gpu, void* workspac
   p.kernels->walk(
       gpu, stage.block, p.programs, p.shared, network(stage, p),
       {static_cast<const float*>(io.x), static_cast<float*>(io.y), static_cast<float*>(io.anchors),
-       0, int(stage.steps), int(stage.keep_every ? stage.keep_every : stage.steps)});
+       0, int(stage.steps), int(stage.anchor_every ? stage.anchor_every : stage.steps)});
   return 0;
 }
 

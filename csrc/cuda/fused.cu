@@ -21,11 +21,11 @@ __global__ void __launch_bounds__(kThreads, 1)
   const Place place(net, blockIdx.x);
   Steps<Blocks> steps(net, false);
   State x = place.load(walk.x);
-  float* kept = walk.kept;
+  float* anchor = walk.anchors;
   for (int n = walk.begin; n < walk.end; ++n) {
-    if (n > walk.begin && (n - walk.begin) % walk.keep_every == 0) {
-      place.store(kept, x);
-      kept += net.rows * net.dim;
+    if (n > walk.begin && (n - walk.begin) % walk.anchor_every == 0) {
+      place.store(anchor, x);
+      anchor += net.rows * net.dim;
     }
     x = fma(net.h, steps.slope(place, x, n, n + 1 < walk.end ? n + 1 : -1), x);
   }

@@ -76,8 +76,8 @@ struct Network {
 struct Walk {
   const float* x;
   float* y;
-  float* kept;  // [count, rows, dim]: the states x[k], x[2k], … after `begin` and before `end`
-  int begin, end, keep_every;
+  float* anchors;  // [count, rows, dim]: the states x[k], x[2k], … after `begin` and before `end`
+  int begin, end, anchor_every;
 };
 
 // Partial sums of parameter gradients. Every thread block adds to its own [slots, programs, size];
@@ -91,7 +91,7 @@ struct Sums {
 
 // Makes the steps end − 1 … begin of the reverse pass.
 struct ReverseWalk {
-  Rule rule;
+  ReverseRule reverse_rule;
   int order;
   const float* start;      // x̃[end]; for the rule `exact` x[states_begin]
   const float* states;     // exact: x[states_begin + 1], …
@@ -100,7 +100,7 @@ struct ReverseWalk {
   float* end_state;        // x̃[begin]; null: not wanted
   float* end_cotangent;    // of x[begin]
   float* history;  // [order, rows, dim]: the newest evaluations, φ_n in place n modulo `order`
-  int begin, end, states_begin, keep_every;
+  int begin, end, states_begin, anchor_every;
   int* nonfinite;  // raised to the n of every point that is not finite; null: nobody looks
   Sums sums;
 };

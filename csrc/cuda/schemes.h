@@ -38,7 +38,8 @@ class Steps {
   //   gy = ∂_x f_{n+1}(y)ᵀ (h/2) g,   gx = ∂_x f_n(p)ᵀ (h/2 g + h gy),   g ← g + gy + gx
   __device__ __forceinline__ void reverse(const Place& place, const ReverseWalk& walk, int n,
                                           bool first_tile, State& g) {
-    const bool paper = walk.rule == Rule::paper, moves = !paper && walk.rule != Rule::exact;
+    const bool paper = walk.reverse_rule == ReverseRule::paper,
+               moves = !paper && walk.reverse_rule != ReverseRule::exact;
     const bool last_step = n + 1 == net_.steps;
     restart(place, walk, n);
     const State p = point(place, walk, n);
@@ -46,7 +47,7 @@ class Steps {
     if (paper) set_state(place, p);
     // Whether f_n(p) is what the reverse-time step n − 1 evaluates first.
     known_ = paper && (heun_ || net_.tied);
-    const bool begins_above = heun_ && walk.rule == Rule::refined;
+    const bool begins_above = heun_ && walk.reverse_rule == ReverseRule::refined;
     const int next = n == walk.begin ? -1 : begins_above ? n : n - 1;
 
     // Evaluates f_n at p (2), then makes the VJPs of f_{n+1} at y (1) and of f_n at p (0).
@@ -103,7 +104,7 @@ class Steps {
   // are any, else by the reverse-time step x − h ψ_n(x); then corrected, p ← x − h φ_n(p).
   __device__ __forceinline__ State point(const Place& place, const ReverseWalk& walk, int n) {
     const float h = net_.h;
-    const bool predicted = walk.rule == Rule::predicted;
+    const bool predicted = walk.reverse_rule == ReverseRule::predicted;
     const int have = predicted ? min(walk.order, net_.steps - 1 - n) : 0;
     State p = state(place);
     if (have) {
@@ -116,10 +117,10 @@ class Steps {
       }
       p = fma(-h, total, p);
     }
-    const int evaluations = walk.rule == Rule::exact             ? 0
-                            : walk.rule == Rule::paper           ? 1
-                            : walk.rule == Rule::refined || have ? walk.order - have
-                                                                 : walk.order + 1;
+    const int evaluations = walk.reverse_rule == ReverseRule::exact             ? 0
+                            : walk.reverse_rule == ReverseRule::paper           ? 1
+                            : walk.reverse_rule == ReverseRule::refined || have ? walk.order - have
+                                                                                : walk.order + 1;
 #pragma unroll 1
     for (int i = 0; i < evaluations; ++i) {
       const bool backwards = heun_ && i == 0 && !have;
@@ -134,18 +135,18 @@ class Steps {
   __device__ __forceinline__ void move(const Place& place, const ReverseWalk& walk, int n,
                                        const State& slope) const {
     set_state(place, fma(-net_.h, slope, state(place)));
-    if (walk.rule == Rule::predicted)
+    if (walk.reverse_rule == ReverseRule::predicted)
       place.store(walk.history + n % walk.order * net_.rows * net_.dim, slope);
   }
 
-  // The state that step n starts from, where it was kept.
+  // The state that step n starts from, where there is an anchor.
   __device__ __forceinline__ void restart(const Place& place, const ReverseWalk& walk, int n) {
     const int64_t size = net_.rows * net_.dim;
-    if (walk.rule == Rule::exact) {
+    if (walk.reverse_rule == ReverseRule::exact) {
       const int i = n - walk.states_begin;
       set_state(place, place.load(i ? walk.states + (i - 1) * size : walk.start));
-    } else if (walk.keep_every && n + 1 < net_.steps && (n + 1) % walk.keep_every == 0) {
-      begin(place, place.load(walk.anchors + ((n + 1) / walk.keep_every - 1) * size));
+    } else if (walk.anchor_every && n + 1 < net_.steps && (n + 1) % walk.anchor_every == 0) {
+      begin(place, place.load(walk.anchors + ((n + 1) / walk.anchor_every - 1) * size));
     }
   }
 

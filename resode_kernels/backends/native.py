@@ -88,7 +88,7 @@ def stage_of(
         storage=_name(weight.dtype),
         parameters=_addresses(parameters),
         strides=_strides(problem, parameters),
-        keep_every=problem.method.keep_every,
+        anchor_every=problem.method.anchor_every,
         threads=threads,
     )
 
@@ -113,7 +113,7 @@ def reverse_of(
 ) -> Any:
     grad_x, *wanted = _addresses(gradients)
     return module.Reverse(
-        rule=problem.method.rule,
+        reverse_rule=problem.method.reverse_rule,
         order=problem.method.order,
         start=start.data_ptr(),
         anchors=anchors.data_ptr(),

@@ -68,9 +68,9 @@ def forward(
 ) -> None:
     with torch.autocast(x.device.type, enabled=False):
         scheme = kit.scheme(problem, x.dtype, statistics)
-        result, kept = reference.forward(scheme, x, problem.method.keep_every)
+        result, states = reference.forward(scheme, x, problem.method.anchor_every)
     y.copy_(result)
-    for anchor, state in zip(anchors, kept.values(), strict=True):
+    for anchor, state in zip(anchors, states.values(), strict=True):
         anchor.copy_(state)
 
 
@@ -85,13 +85,15 @@ def reverse(
 ) -> None:
     method = problem.method
     scheme = kit.scheme(problem, start.dtype)
-    kept = {(i + 1) * method.keep_every: anchor for i, anchor in enumerate(anchors)}
+    anchor_at = {(i + 1) * method.anchor_every: anchor for i, anchor in enumerate(anchors)}
     extremes = None if nonfinite is None else Extremes(method.steps, start)
     watch = None if extremes is None else extremes.watch
-    if method.rule == "exact":
-        pullbacks = reference.exact(scheme, start, kept)
+    if method.reverse_rule == "exact":
+        pullbacks = reference.exact(scheme, start, anchor_at)
     else:
-        pullbacks = reference.adjoint(method.rule, method.order, scheme, start, kept, watch=watch)
+        pullbacks = reference.adjoint(
+            method.reverse_rule, method.order, scheme, start, anchor_at, watch=watch
+        )
     sums = reference.Sums()
     with torch.autocast(start.device.type, enabled=False):
         grad_x = reference.reverse(pullbacks, cotangent, sums.add)

@@ -172,10 +172,10 @@ def memory(probe: Probe, setting: Setting) -> int:
     evaluations = 2 if method.scheme == "heun" else 1
     in_tiles = isinstance(stage, StackedStage)
     activations = 0 if in_tiles else evaluations * block_bytes(probe)
-    if method.rule == "exact":
-        segment = (activations if stage.runs_modules else state) * method.keep_every
+    if method.reverse_rule == "exact":
+        segment = (activations if stage.runs_modules else state) * method.anchor_every
         return held + state + max(segment, activations)
-    history = method.order if method.rule == "predicted" else 0
+    history = method.order if method.reverse_rule == "predicted" else 0
     return held + (2 + (not in_tiles) + history) * state + activations
 
 

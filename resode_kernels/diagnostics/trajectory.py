@@ -121,7 +121,7 @@ class Layer(NamedTuple):
 
 
 def reconstructed(
-    trajectory: Trajectory, rule: str, order: int, keep_every: int = 0
+    trajectory: Trajectory, rule: str, order: int, anchor_every: int = 0
 ) -> list[Layer]:
     """The way back from x[N], without gradients: layers 0 … N − 1."""
     layers: list[Layer] = []
@@ -133,7 +133,7 @@ def reconstructed(
         layers.append(Layer(n, state, point, size))
 
     scheme = trajectory.scheme
-    kept = Anchors(trajectory, keep_every) if keep_every else {}
+    kept = Anchors(trajectory, anchor_every) if anchor_every else {}
     for _ in reference.adjoint(rule, order, scheme, trajectory.end, kept, watch=watch):
         pass
     return layers[::-1]

@@ -35,7 +35,7 @@ class Form(NamedTuple):
 
     # How a reverse step finds its point p, and what it does with the evaluation φ(p).
     exact: bool = False
-    """p is a kept state."""
+    """p is the state itself, an anchor or recomputed from one."""
     moves: bool = True
     """The next state is x − h φ(p); otherwise (``paper``) it is p."""
     shares: bool = False

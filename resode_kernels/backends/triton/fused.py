@@ -41,8 +41,8 @@ def _seconds(problem: Problem, x: Tensor, tile: Tile, reverse_pass: bool) -> flo
 
     method = problem.method
     few = min(method.steps, 4)
-    keep_every = few if method.rule == "exact" else 0
-    problem = problem._replace(method=method._replace(steps=few, keep_every=keep_every))
+    anchor_every = few if method.reverse_rule == "exact" else 0
+    problem = problem._replace(method=method._replace(steps=few, anchor_every=anchor_every))
     plan = plan_of(problem, device_of(x), len(x), form_of(problem), tile)
     no_anchors = x.new_empty((0, *x.shape))
     found = nothing_found(x.device) if method.nonfinite != "ignore" else None
@@ -62,8 +62,8 @@ def _seconds(problem: Problem, x: Tensor, tile: Tile, reverse_pass: bool) -> flo
 
 def forward(problem: Problem, plan: Plan, x: Tensor, y: Tensor, anchors: Tensor) -> None:
     method, result = problem.method, _buffer(y)
-    keep_every = method.keep_every or method.steps
-    _walk(problem, plan, x.contiguous(), result, anchors, 0, method.steps, keep_every)
+    anchor_every = method.anchor_every or method.steps
+    _walk(problem, plan, x.contiguous(), result, anchors, 0, method.steps, anchor_every)
     if result is not y:
         y.copy_(result)
 
@@ -85,12 +85,12 @@ def _walk(
     anchors: Tensor,
     begin: int,
     end: int,
-    keep_every: int,
+    anchor_every: int,
 ) -> None:
     launch(
         forward_kernel, (-(-len(x) // plan.form.rows),),
         x, y, anchors, _contiguous(problem.parameters),
-        len(x), begin, end, keep_every, problem.method.step, plan.form.of_forward_kernel(),
+        len(x), begin, end, anchor_every, problem.method.step, plan.form.of_forward_kernel(),
         **plan.options,
     )  # fmt: skip
 
@@ -112,13 +112,17 @@ def reconstructing(problem: Problem, plan: Plan, start: Tensor, anchors: Tensor)
     """The launches of a rule that reconstructs the states from x[N] and the anchors. A launch ends
     where an anchor is, or when its partial sums fill the cache; while ``predicted`` gathers its
     first evaluations, after every step."""
-    rule, order, keep_every = problem.method.rule, problem.method.order, problem.method.keep_every
+    rule, order, anchor_every = (
+        problem.method.reverse_rule,
+        problem.method.order,
+        problem.method.anchor_every,
+    )
     form = plan.form
     end, have = problem.method.steps, 0
     state: Tensor | None = start
     while end > 0:
-        kept = (end - 1) // keep_every * keep_every if keep_every else 0
-        begin = max(kept, end - plan.steps)
+        anchor = (end - 1) // anchor_every * anchor_every if anchor_every else 0
+        begin = max(anchor, end - plan.steps)
         if rule == "predicted":
             corrections = order - have if have else order
             form = form._replace(have=have, keep=min(have + 1, order), corrections=corrections)
@@ -126,15 +130,15 @@ def reconstructing(problem: Problem, plan: Plan, start: Tensor, anchors: Tensor)
                 begin, have = end - 1, have + 1
         yield Steps(begin, end, form, state)
         end = begin
-        at_anchor = keep_every and end and end % keep_every == 0
-        state = anchors[end // keep_every - 1] if at_anchor else None
+        at_anchor = anchor_every and end and end % anchor_every == 0
+        state = anchors[end // anchor_every - 1] if at_anchor else None
 
 
 def recomputing(problem: Problem, plan: Plan, start: Tensor, anchors: Tensor) -> Iterator[Steps]:
-    """The launches of the rule ``exact``: the states that were not kept are computed again from the
-    kept one before them."""
+    """The launches of the rule ``exact``: the states between two anchors are computed again from
+    the first of the two."""
     method = problem.method
-    k, end = method.keep_every, method.steps
+    k, end = method.anchor_every, method.steps
     if k == 1:
         yield from _in_turn(plan, 0, end, start, anchors)
         return
@@ -166,13 +170,15 @@ def reverse(
     nonfinite: Tensor | None,
 ) -> None:
     method = problem.method
-    launches = recomputing if method.rule == "exact" else reconstructing
+    launches = recomputing if method.reverse_rule == "exact" else reconstructing
     start, cotangent, anchors = start.contiguous(), cotangent.contiguous(), anchors.contiguous()
     parameters = _contiguous(problem.parameters)
     grad_x, *grads = gradients
     state, g = torch.empty_like(start), cotangent
     result = torch.empty_like(start) if grad_x is None else _buffer(grad_x)
-    history = start.new_empty((method.order if method.rule == "predicted" else 0, *start.shape))
+    history = start.new_empty(
+        (method.order if method.reverse_rule == "predicted" else 0, *start.shape)
+    )
     sums = Sums(problem, plan, grads)
     for steps in launches(problem, plan, start, anchors):
         places, first_block = sums.prepare(steps.begin, steps.end)

@@ -61,10 +61,10 @@ def form_of(problem: Problem) -> Form:
         precision=precision(),
         widen=interpreted(),
         atomic=atomic(),
-        exact=method.rule == "exact",
-        moves=method.rule in ("refined", "predicted"),
-        shares=method.rule == "paper" and (problem.tied or method.scheme == "heun"),
-        corrections=method.order - 1 if method.rule == "refined" else 0,
+        exact=method.reverse_rule == "exact",
+        moves=method.reverse_rule in ("refined", "predicted"),
+        shares=method.reverse_rule == "paper" and (problem.tied or method.scheme == "heun"),
+        corrections=method.order - 1 if method.reverse_rule == "refined" else 0,
     )
 
 

@@ -40,16 +40,16 @@ def states_of(tile, rows, S: tl.constexpr):
     return r * S.dim + d, d < S.dim
 
 
-@triton.jit(do_not_specialize=["rows", "begin", "end", "keep_every"])
-def forward_kernel(x, y, anchors, theta, rows, begin, end, keep_every, h, S: tl.constexpr):
+@triton.jit(do_not_specialize=["rows", "begin", "end", "anchor_every"])
+def forward_kernel(x, y, anchors, theta, rows, begin, end, anchor_every, h, S: tl.constexpr):
     """From x[begin] = x to x[end] = y, both [rows, dim]; anchors [·, rows, dim] takes the states
-    k, 2k, … steps after begin that come before end, k = keep_every."""
+    k, 2k, … steps after begin that come before end, k = anchor_every."""
     rows = int64(rows)
     here, at, inside = tile_of(tl.program_id(0), rows, S)
     state = tl.load(x + here + at, mask=inside, other=0.0)
     for i in tl.range(0, end - begin, disable_licm=True):
-        if (i > 0) & (i % keep_every == 0):
-            anchor = (i // keep_every - 1) * rows * S.dim
+        if (i > 0) & (i % anchor_every == 0):
+            anchor = (i // anchor_every - 1) * rows * S.dim
             tl.store(anchors + anchor + here + at, state, mask=inside)
         state += h * slope(state, theta, begin + i, h, S)
     tl.store(y + here + at, state, mask=inside)
@@ -132,8 +132,8 @@ def reverse_kernel(
                 if n == states_begin:
                     p = tl.load(start + here + at, mask=inside, other=0.0)
                 else:
-                    kept = (n - states_begin - 1) * rows * S.dim
-                    p = tl.load(states + kept + here + at, mask=inside, other=0.0)
+                    state = (n - states_begin - 1) * rows * S.dim
+                    p = tl.load(states + state + here + at, mask=inside, other=0.0)
                 _, _, g = step_vjp(p, g, theta, sums, n, slots, tiles, i, h, S)
         else:
             of, columns = states_of(tile, rows, S)
