@@ -12,11 +12,12 @@ from unittest.mock import patch
 
 import torch
 
-from resode_kernels import nonfinite, ops
+from resode_kernels import nonfinite
 from resode_kernels.backends.triton import tiles
-from resode_kernels.backends.triton.form import Tile
-from resode_kernels.options import How
-from resode_kernels.problem import Problem
+from resode_kernels.backends.triton.spec import Tile
+from resode_kernels.fused import ops
+from resode_kernels.fused.problem import Problem
+from resode_kernels.options import Options
 
 ROWS, DEPTH = 1024, 8
 WIDTHS = (16, 32, 64, 128)
@@ -124,8 +125,8 @@ def train(
     hidden = hidden or 2 * dim
     storage, precision = PRECISIONS[dtype]
     torch.set_float32_matmul_precision(precision)
-    how = How(**options)
-    blocks = 1 if tied else how.blocks(DEPTH)
+    checked = Options(**options)
+    blocks = 1 if tied else checked.blocks(DEPTH)
 
     def parameter(*shape: int, wanted: bool = True) -> torch.Tensor | None:
         return torch.zeros(blocks, *shape, dtype=storage) if wanted else None
@@ -135,7 +136,7 @@ def train(
         parameters = (parameter(hidden, dim), b1, parameter(dim, hidden), b2)
     else:
         parameters, activation = (parameter(dim, dim),), "identity"
-    problem = Problem(block, activation, parameters, how.method(DEPTH))
+    problem = Problem(block, activation, parameters, checked.method(DEPTH))
     train_problem(problem, torch.zeros(ROWS, dim))
 
 
@@ -159,7 +160,7 @@ def train_conv(dtype: str, order: torch.memory_format) -> None:
     storage, _ = PRECISIONS[dtype]
     layer = [torch.zeros(16, 16, 3, 3), torch.zeros(16), torch.zeros(16)]
     parameters = [None if t is None else t.to(storage) for t in (*layer, None, None)]
-    method = How(reverse="predicted", order=3).method(DEPTH)
+    method = Options(reverse="predicted", order=3).method(DEPTH)
     problem = Problem("conv", "relu", tuple(2 * DEPTH * parameters), method, 2, 1e-5)
     train_problem(problem, torch.zeros(4, 16, 8, 8).to(memory_format=order))
 

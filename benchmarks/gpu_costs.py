@@ -40,7 +40,7 @@ from tqdm import tqdm
 from traffic import Launch
 
 from resode_kernels.backends.triton.device import LAST_LEVEL_CACHE, Device
-from resode_kernels.options import RULES
+from resode_kernels.options import ORDERS
 
 
 @dataclass(frozen=True)
@@ -271,7 +271,7 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--batch", type=int, help="rows or images (default: 65536, conv: 128)")
     parser.add_argument("--size", type=int, help="height and width of images (default: 32)")
     parser.add_argument("--dtype", choices=list(DTYPES), help="of x and weights (default: float32)")
-    parser.add_argument("--rule", choices=RULES, help="default: refined")
+    parser.add_argument("--rule", choices=list(ORDERS), help="default: refined")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     return parser
 

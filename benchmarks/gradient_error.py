@@ -81,10 +81,10 @@ def gradients(stage: rk.Stage, x: Tensor, cotangent: Tensor) -> list[Tensor]:
 
 def error(stage: rk.Stage, x: Tensor, cotangent: Tensor) -> float:
     """Relative to exact gradients, of the parameters or of the input: the larger."""
-    how = stage.how
+    before = stage.options
     mine = gradients(stage, x, cotangent)
     exact = gradients(stage.configure(backward="checkpoint", anchor_every=None), x, cotangent)
-    stage.how = how
+    stage.options = before
     return max(float((a - b).norm() / b.norm()) for a, b in zip(mine, exact, strict=True))
 
 

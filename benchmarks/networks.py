@@ -20,7 +20,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import resode_kernels as rk
-from resode_kernels.conv import WINDOWS
+from resode_kernels.options import Options
+from resode_kernels.stages.conv import WINDOWS
 
 STANDARD = "standard backprop"
 CHANNELS_LAST = "standard, channels last"
@@ -191,7 +192,7 @@ class Network:
 
     def layers_between(self, begin: int, end: int, x: Tensor) -> list[Layer]:
         """Those of the steps from x[begin] = x to x[end]."""
-        blocks = rk.How(scheme=self.config.scheme).blocks(end - begin)
+        blocks = Options(scheme=self.config.scheme).blocks(end - begin)
         layers = self.layers_of(x)
         return [layers[0 if self.config.tied else n] for n in range(begin, begin + blocks)]
 
@@ -362,7 +363,7 @@ class TransformerNetwork(ModuleNetwork):
 
     def make_stage(self) -> rk.ResidualStage:
         c = self.config
-        count = 1 if c.tied else rk.How(scheme=c.scheme).blocks(c.depth)
+        count = 1 if c.tied else Options(scheme=c.scheme).blocks(c.depth)
         blocks = [TransformerBlock(c.dim, c.hidden) for _ in range(count)]
         return rk.ResidualStage(blocks, depth=c.depth, scheme=c.scheme)
 
@@ -414,8 +415,8 @@ class ConvNetwork(ModuleNetwork):
 
     def make_stage(self) -> rk.ResidualStage:
         c = self.config
-        how = {"activation": c.activation, "tied": c.tied, "scheme": c.scheme}
-        return rk.ConvStage(c.dim, c.depth, self.kind, hidden=c.hidden, **how)
+        options = {"activation": c.activation, "tied": c.tied, "scheme": c.scheme}
+        return rk.ConvStage(c.dim, c.depth, self.kind, hidden=c.hidden, **options)
 
     def shape(self) -> tuple[int, ...]:
         return self.config.batch, self.config.dim, self.config.size, self.config.size

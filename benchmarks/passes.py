@@ -25,14 +25,16 @@ from networks import Config, ConvNetwork, StackedNetwork, make_network
 from torch import Tensor
 from traffic import Launch, counting
 
-import resode_kernels as rk
+from resode_kernels.backends.contract import ForwardIO, ReverseIO
 from resode_kernels.backends.triton import fused, layerwise, normalization
 from resode_kernels.backends.triton.device import Device
-from resode_kernels.backends.triton.form import Form
-from resode_kernels.backends.triton.plan import Plan, form_of, plan_of
+from resode_kernels.backends.triton.plan import Plan, plan_of, spec_of
 from resode_kernels.backends.triton.rows import TILE, Rows
+from resode_kernels.backends.triton.spec import KernelSpec
 from resode_kernels.backends.triton.tiles import tiles_of
-from resode_kernels.problem import Problem, stream_dtype
+from resode_kernels.fused.problem import Problem
+from resode_kernels.options import Options
+from resode_kernels.states import stream_dtype
 
 
 @dataclass(frozen=True)
@@ -55,14 +57,14 @@ class Case:
     activation: str = "tanh"
 
     def problem(self, device: str = "cpu") -> Problem:
-        how = rk.How(scheme=self.scheme, reverse=self.rule, order=self.order)
-        blocks = 1 if self.tied else how.blocks(self.depth)
+        options = Options(scheme=self.scheme, reverse=self.rule, order=self.order)
+        blocks = 1 if self.tied else options.blocks(self.depth)
         d, m = self.dim, self.hidden
         if self.stage == "conv":
             weight = torch.zeros((d, d, 3, 3), dtype=self.dtype, device=device)
             layer = (weight.to(memory_format=torch.channels_last), *weight.new_zeros(2, d))
             layers = 2 * (*layer, None, None) * blocks
-            return Problem("conv", self.activation, layers, how.method(self.depth), 2, 1e-5)
+            return Problem("conv", self.activation, layers, options.method(self.depth), 2, 1e-5)
         shapes: tuple[tuple[int, ...], ...] = ((m, d), (m,), (d, m), (d,))
         if self.stage == "linear":
             shapes = ((d, d),)
@@ -70,7 +72,7 @@ class Case:
             torch.zeros((blocks, *shape), dtype=self.dtype, device=device) for shape in shapes
         )
         activation = self.activation if self.stage == "mlp" else "identity"
-        return Problem(self.stage, activation, parameters, how.method(self.depth))
+        return Problem(self.stage, activation, parameters, options.method(self.depth))
 
     def zeros(self, dtype: torch.dtype, device: str = "cpu") -> Tensor:
         """A batch."""
@@ -106,9 +108,9 @@ def plan(case: Case, device: Device, *, reverse: bool) -> Plan | None:
         return None
     problem = case.problem("meta")
     with _tf32():
-        form = form_of(problem)
-    tiles = tiles_of(form, device, case.dtype.itemsize, reverse)
-    return plan_of(problem, device, case.batch, form, tiles[0]) if tiles else None
+        spec = spec_of(problem)
+    tiles = tiles_of(spec, device, case.dtype.itemsize, reverse)
+    return plan_of(problem, device, case.batch, spec, tiles[0]) if tiles else None
 
 
 @contextmanager
@@ -126,7 +128,7 @@ def kernels(case: Case, plan: Plan | None, *, reverse: bool) -> dict[str, Launch
     if plan is None:
         model = _layers_model(case.of_any_size, reverse)
     else:
-        model = _kernels_model(case.of_any_size, plan.form, reverse)
+        model = _kernels_model(case.of_any_size, plan.spec, reverse)
     return model.at(size(case, plan, reverse=reverse))
 
 
@@ -137,7 +139,7 @@ def size(case: Case, plan: Plan | None, *, reverse: bool) -> Size:
         images = Rows.of(case.zeros(case.dtype, "meta"))
         tiles, programs = images.grid[0], normalization._partials(images)
         return Size(case.rows, case.depth, tiles, programs, longest=case.depth)
-    tiles = -(-case.batch // plan.form.rows)
+    tiles = -(-case.batch // plan.spec.rows)
     if not reverse:
         return Size(case.batch, case.depth, tiles, programs=tiles, launches=1, longest=case.depth)
     x = torch.empty(case.batch, case.dim, device="meta")
@@ -166,32 +168,34 @@ def count_kernels(
         if reverse:
             parameters = problem.parameters
             gradients = [None if p is None else torch.empty_like(p) for p in parameters]
-            ends = (state, no_anchors, x.to(stream), [result, *gradients], None)
+            io = ReverseIO(state, no_anchors, x.to(stream), [result, *gradients], None)
             if plan is None:
-                layerwise.reverse(problem, *ends)
+                layerwise.LAYERWISE.reverse(problem, io)
             else:
-                fused.reverse(problem, plan, *ends)
-        elif plan is None:
-            statistics = state.new_zeros(problem.statistics)
-            layerwise.forward(problem, x.to(stream), result, no_anchors, statistics)
+                fused.reverse(problem, plan, io)
         else:
-            fused.forward(problem, plan, x.to(stream), result, no_anchors)
+            shape = problem.statistics if plan is None else (0,)
+            forward = ForwardIO(x.to(stream), result, no_anchors, state.new_zeros(shape))
+            if plan is None:
+                layerwise.LAYERWISE.forward(problem, forward)
+            else:
+                fused.forward(problem, plan, forward)
         result.to(case.dtype)
     return launches
 
 
 @functools.cache
-def _kernels_model(case: Case, form: Form, reverse: bool) -> Model:
+def _kernels_model(case: Case, spec: KernelSpec, reverse: bool) -> Model:
     """From tiles of full size, but few of them. Every program of the reverse pass has two at least,
     or else it would not come back to its partial sums."""
-    rows = form.rows
+    rows = spec.rows
     samples = []
     batches = [(2 * rows, 1), (2 * rows - rows // 2, 1), (3 * rows, 1), (4 * rows, 2)]
     for batch, programs in batches if reverse else batches[:3]:
         for steps, longest in [(1, 1), (2, 2), (2, 1)] if reverse else [(1, 1), (2, 2)]:
             depth = steps + case.first_steps if reverse else steps
             small = replace(case, batch=batch, depth=depth)
-            plan = Plan(form, {}, programs, longest)
+            plan = Plan(spec, {}, programs, longest)
             launches = count_kernels(small, plan, reverse=reverse)
             samples.append((size(small, plan, reverse=reverse), launches))
     if reverse:

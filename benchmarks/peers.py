@@ -31,7 +31,7 @@ from networks import Config, Layer, Network
 from plain_adjoint import parameters_of
 from torch import Tensor, nn
 
-from resode_kernels.conv import WINDOWS, ConvBlock
+from resode_kernels.stages.conv import WINDOWS, ConvBlock
 
 Forward = Callable[[Tensor], Tensor]
 

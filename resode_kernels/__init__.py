@@ -10,7 +10,7 @@ __version__ = version("resode_kernels")
 
 from . import functional, models
 from .backends import BackendUnavailableError
-from .conv import ConvStage
+from .depth import deepen, untie
 from .diagnostics import (
     GradientErrorWarning,
     Report,
@@ -21,15 +21,13 @@ from .diagnostics import (
     tune,
 )
 from .nonfinite import NonFiniteReconstructionError, NonFiniteReconstructionWarning
-from .options import How
-from .stages import LinearStage, MLPStage, ResidualStage, Stage, residual_branch
-from .training import deepen, untie
+from .options import StageOptions
+from .stages import ConvStage, LinearStage, MLPStage, ResidualStage, Stage, residual_branch
 
 __all__ = [
     "BackendUnavailableError",
     "ConvStage",
     "GradientErrorWarning",
-    "How",
     "LinearStage",
     "MLPStage",
     "NonFiniteReconstructionError",
@@ -38,6 +36,7 @@ __all__ = [
     "ResidualStage",
     "Setting",
     "Stage",
+    "StageOptions",
     "deepen",
     "diagnose",
     "functional",

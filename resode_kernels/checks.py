@@ -1,4 +1,4 @@
-"""Checks of what users pass in. A failed one raises an exception that names the argument, what it
+"""Checks of what users pass in. A failed check raises an exception that names the argument, what it
 was and what it takes."""
 
 from __future__ import annotations
@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from .options import How, positive_int
-from .problem import ConvLayer
+from .fused.problem import ConvLayer
+from .options import Options, positive_int
 
 DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 OPTIONAL = ("b1", "b2")
@@ -20,10 +20,10 @@ Parameters = dict[str, tuple[Tensor | None, tuple[int, ...]]]
 Blocks = Sequence[nn.Module] | nn.Sequential | nn.ModuleList | nn.Module
 
 
-def block_list(blocks: Blocks, depth: int | None, how: How) -> list[nn.Module]:
+def block_list(blocks: Blocks, depth: int | None, options: Options) -> list[nn.Module]:
     """The blocks, one by one. One alone serves every step."""
     if depth is not None and isinstance(blocks, nn.Sequential) and len(blocks) > 1:
-        if len(blocks) == how.blocks(depth):
+        if len(blocks) == options.blocks(depth):
             raise ValueError(
                 f"blocks: with depth={depth} an nn.Sequential of {len(blocks)} could be that many "
                 "blocks or one, tied; write blocks without depth, or [blocks]"
@@ -45,18 +45,18 @@ def block_list(blocks: Blocks, depth: int | None, how: How) -> list[nn.Module]:
     return modules
 
 
-def steps(depth: int | None, blocks: int, how: How) -> int:
+def steps(depth: int | None, blocks: int, options: Options) -> int:
     if depth is None:
-        depth = blocks - (how.blocks(1) - 1)
+        depth = blocks - (options.blocks(1) - 1)
         if depth < 1:
             raise ValueError(
-                f"depth: {blocks} block(s) are too few for a step of scheme={how.scheme!r}; "
+                f"depth: {blocks} block(s) are too few for a step of scheme={options.scheme!r}; "
                 "to tie one block over several steps, give depth"
             )
     positive_int("depth", depth)
-    if blocks not in (1, how.blocks(depth)):
+    if blocks not in (1, options.blocks(depth)):
         raise ValueError(
-            f"depth={depth} with scheme={how.scheme!r} takes {how.blocks(depth)} blocks "
+            f"depth={depth} with scheme={options.scheme!r} takes {options.blocks(depth)} blocks "
             f"(or 1, tied), not {blocks}"
         )
     return depth

@@ -1,5 +1,5 @@
-"""Stages as functions of their input and parameters. See ``resode_kernels.options.How`` for the
-options that all of them take."""
+"""Stages as functions of their input and parameters. All of them take the keywords of
+``resode_kernels.StageOptions``."""
 
 from __future__ import annotations
 
@@ -8,13 +8,17 @@ from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor, nn
+from typing_extensions import Unpack
 
-from . import autograd, backends, checks, residual
-from .options import How, choice
-from .problem import ConvLayer, Problem
-from .replay import State, parts
+from . import backends, checks, reference
+from .fused import autograd
+from .fused.problem import ConvLayer, Problem
+from .options import Options, StageOptions, choice
+from .replay import function
+from .states import State, parts
 
-ACTIVATIONS = ("relu", "tanh", "gelu", "silu")
+ACTIVATIONS = tuple(reference.ACTIVATIONS)
+"""σ: "gelu" is the exact one, by the error function."""
 
 
 def mlp_stage(
@@ -26,23 +30,25 @@ def mlp_stage(
     *,
     activation: str = "tanh",
     depth: int | None = None,
-    **how: Any,
+    **options: Unpack[StageOptions],
 ) -> Tensor:
     """Residual steps with f(x) = W2 σ(W1 x + b1) + b2.
 
     x           [..., dim]
     w1, b1      [blocks, hidden, dim], [blocks, hidden] or None
     w2, b2      [blocks, dim, hidden], [blocks, dim] or None
-    activation  σ: ``"relu"``, ``"tanh"``, ``"gelu"`` (exact) or ``"silu"``
+    activation  σ, one of ``functional.ACTIVATIONS``
     depth       the number of steps N. None: from the number of blocks. Given with one block, the
                 block is tied: it serves every step
     returns     [..., dim], in x's dtype
     """
     choice("activation", activation, ACTIVATIONS)
-    return run_mlp(x, w1, b1, w2, b2, activation, depth, How.from_options(how))
+    return run_mlp(x, w1, b1, w2, b2, activation, depth, Options.of(options))
 
 
-def linear_stage(x: Tensor, weight: Tensor, *, depth: int | None = None, **how: Any) -> Tensor:
+def linear_stage(
+    x: Tensor, weight: Tensor, *, depth: int | None = None, **options: Unpack[StageOptions]
+) -> Tensor:
     """Residual steps with f(x) = θ x.
 
     x        [..., dim]
@@ -50,7 +56,7 @@ def linear_stage(x: Tensor, weight: Tensor, *, depth: int | None = None, **how: 
     depth    as in ``mlp_stage``
     returns  [..., dim], in x's dtype
     """
-    return run_linear(x, weight, depth, How.from_options(how))
+    return run_linear(x, weight, depth, Options.of(options))
 
 
 def conv_stage(
@@ -60,13 +66,13 @@ def conv_stage(
     activation: str = "relu",
     eps: float = 1e-5,
     depth: int | None = None,
-    **how: Any,
+    **options: Unpack[StageOptions],
 ) -> Tensor:
     """Residual steps with f(x) = u_L, u_0 = x and u_l = bn_l(W_l ∗ σ(u_{l−1})).
 
     x           [images, channels, height, width] in any memory format
     layers      the L layers of a block, 2 or 3
-    activation  σ: ``"relu"``, ``"tanh"``, ``"gelu"`` (exact) or ``"silu"``
+    activation  σ, one of ``functional.ACTIVATIONS``
     depth       as in ``mlp_stage``
     returns     as x
     """
@@ -91,7 +97,7 @@ def conv_stage(
         [tuple(None if t is None else t[n] for t in layer) for layer in layers]
         for n in range(count)
     ]
-    return run_conv(x, blocks, activation, eps, depth, How.from_options(how))[0]
+    return run_conv(x, blocks, activation, eps, depth, Options.of(options))[0]
 
 
 def residual_stage(
@@ -101,7 +107,7 @@ def residual_stage(
 
     blocks   modules computing f (not x + f), one per step, with ``scheme="heun"`` one more
     x        a tensor, or a tuple of tensors; then f returns a tuple of the same shapes
-    args     go to every block, as do keywords that are not options of ``How``. Tensors among them
+    args     go to every block, as do keywords that are not ``StageOptions``. Tensors among them
              (in lists and dicts too) get their gradients
     depth    the number of steps, given with one block: it is tied, and serves every step
     returns  as x
@@ -109,17 +115,19 @@ def residual_stage(
     A block's own keyword that has the name of an option (``step``, ``order``) cannot be passed this
     way; ``ResidualStage`` takes its options earlier and passes every keyword on.
     """
-    options = {key: kwargs.pop(key) for key in How.__dataclass_fields__ if key in kwargs}
-    how = How.from_options(options)
-    modules = checks.block_list(blocks, depth, how)
+    own = {key: kwargs.pop(key) for key in Options.names() if key in kwargs}
+    options = Options.of(own)
+    modules = checks.block_list(blocks, depth, options)
     for n, module in enumerate(modules):
-        taken = options.keys() & inspect.signature(module.forward).parameters.keys()
+        taken = own.keys() & inspect.signature(module.forward).parameters.keys()
         if taken:
             raise TypeError(
                 f"{min(taken)} is an option of the stage and an argument of block {n} "
                 f"({type(module).__name__}): use ResidualStage, which takes its options apart"
             )
-    return run_residual(modules, x, args, kwargs, checks.steps(depth, len(modules), how), how)
+    return run_residual(
+        modules, x, args, kwargs, checks.steps(depth, len(modules), options), options
+    )
 
 
 def run_residual(
@@ -128,28 +136,22 @@ def run_residual(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     depth: int,
-    how: How,
+    options: Options,
 ) -> State:
     for i, part in enumerate(parts(x)):
         checks.floating(f"x[{i}]" if isinstance(x, tuple) else "x", part)
     if not parts(x):
         raise ValueError("x must hold at least one tensor, but is an empty tuple")
-    if how.backend not in ("auto", "cuda", "triton", "reference"):
-        raise backends.BackendUnavailableError(
-            f"backend={how.backend!r} is not available: blocks that are modules run in PyTorch "
-            "(backend='auto', 'reference', or 'cuda' or 'triton', which update the states by their "
-            "kernels)"
-        )
-    blocks = list(modules) * how.blocks(depth) if len(modules) == 1 else modules
-    chosen = {backends.choose(how.backend, t.device, t.dtype) for t in parts(x)}
-    result: State = residual.run(
+    combine = backends.choose_combine(options.backend, parts(x))
+    blocks = list(modules) * options.blocks(depth) if len(modules) == 1 else modules
+    result: State = function.run(
         blocks,
         x,
         args,
         kwargs,
-        how.method(depth),
-        stored=how.backward == "stored",
-        backend=chosen.pop() if chosen in ({"cuda"}, {"triton"}) else "reference",
+        options.method(depth),
+        stored=options.backward == "stored",
+        combine=combine,
     )
     return result
 
@@ -162,7 +164,7 @@ def run_mlp(
     b2: Tensor | None,
     activation: str,
     depth: int | None,
-    how: How,
+    options: Options,
 ) -> Tensor:
     blocks, hidden, dim = checks.three_dimensions("w1", w1, "[blocks, hidden, dim]")
     parameters = {
@@ -171,7 +173,7 @@ def run_mlp(
         "w2": (w2, (blocks, dim, hidden)),
         "b2": (b2, (blocks, dim)),
     }
-    return _run("mlp", activation, x, parameters, depth, how)
+    return _run("mlp", activation, x, parameters, depth, options)
 
 
 def run_conv(
@@ -180,20 +182,20 @@ def run_conv(
     activation: str,
     epsilon: float,
     depth: int | None,
-    how: How,
+    options: Options,
 ) -> tuple[Tensor, Tensor]:
-    """The result and the statistics of the batch (``Problem.statistics``). A block is its layers,
-    each a ``ConvLayer`` of that block alone."""
+    """The result and the statistics of the batch (``Problem.statistics``). A block is a list of
+    layers, each with the fields of ``ConvLayer``, not stacked."""
     checks.images(x, blocks)
-    method = how.method(checks.steps(depth, len(blocks), how))
+    method = options.method(checks.steps(depth, len(blocks), options))
     parameters = tuple(tensor for block in blocks for layer in block for tensor in layer)
     problem = Problem("conv", activation, parameters, method, len(blocks[0]), epsilon)
-    return autograd.run(x, problem, backends.choose(how.backend, x.device, x.dtype))
+    return autograd.run(x, problem, backends.choose(options.backend, x.device, x.dtype))
 
 
-def run_linear(x: Tensor, weight: Tensor, depth: int | None, how: How) -> Tensor:
+def run_linear(x: Tensor, weight: Tensor, depth: int | None, options: Options) -> Tensor:
     blocks, _, dim = checks.three_dimensions("weight", weight, "[blocks, dim, dim]")
-    return _run("linear", "identity", x, {"weight": (weight, (blocks, dim, dim))}, depth, how)
+    return _run("linear", "identity", x, {"weight": (weight, (blocks, dim, dim))}, depth, options)
 
 
 def _run(
@@ -202,14 +204,14 @@ def _run(
     x: Tensor,
     parameters: checks.Parameters,
     depth: int | None,
-    how: How,
+    options: Options,
 ) -> Tensor:
     tensors, shapes = zip(*parameters.values(), strict=True)
     blocks, dim = shapes[0][0], shapes[0][-1]
     checks.rows(x, dim, parameters)
-    method = how.method(checks.steps(depth, blocks, how))
-    backend = backends.choose(how.backend, x.device, x.dtype)
+    method = options.method(checks.steps(depth, blocks, options))
+    backend = backends.choose(options.backend, x.device, x.dtype)
     problem = Problem(block, activation, tuple(tensors), method)
-    if x.dim() == 2:  # a reshape to the same is two nodes of the graph, too
+    if x.dim() == 2:  # a reshape, even to the same shape, is two nodes of the graph
         return autograd.run(x, problem, backend)[0]
     return autograd.run(x.reshape(-1, dim), problem, backend)[0].reshape(x.shape)

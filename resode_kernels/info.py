@@ -8,7 +8,6 @@ import torch
 
 from . import __version__, backends
 from .backends import cpp, cuda, native, triton
-from .options import BACKENDS
 
 NO_GPU = "nothing here: there is no GPU that torch can use"
 
@@ -85,8 +84,8 @@ def _gpu(index: int) -> str:
     number = "".join(map(str, capability))
     if not cuda.serves(capability):
         return f"not on {name} (sm_{number})"
-    how = "" if number in cuda.architectures() else ", by code for an older one"
-    return f"{name} (sm_{number}{how})"
+    code = "" if number in cuda.architectures() else ", by code for an older one"
+    return f"{name} (sm_{number}{code})"
 
 
 def _triton() -> list[str]:
@@ -104,7 +103,7 @@ def _triton() -> list[str]:
 def _backends(device_type: str) -> list[str]:
     out = ["", f"Backends for {device_type} tensors"]
     picked = backends.choose("auto", torch.device(device_type))
-    for name in BACKENDS[1:]:
+    for name in backends.REGISTRY:
         why_not = backends.why_not(name, torch.device(device_type))
         state = f"not available: {why_not}" if why_not else "available"
         out.append(f"  {name:<10} {state}" + ('  <- "auto" picks this' if name == picked else ""))

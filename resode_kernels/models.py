@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor, nn
+from typing_extensions import Unpack
 
-from .conv import WINDOWS, ConvBlock, ConvStage
-from .options import choice, positive_int
+from .options import StageOptions, choice, positive_int
+from .stages.conv import WINDOWS, ConvBlock, ConvStage
 
 EXPANSION = {"basic": 1, "bottleneck": 4}
 """Channels between blocks, relative to those inside."""
@@ -21,7 +22,7 @@ class SimpleResNet(nn.Module):
     stride, padding  of the convolution; 3 and 0 bring 32 × 32 pixels down to 10 × 10
     zero_init        f = 0 at first: the last batch norm's weight of every block starts at zero
     tied             one block for all steps
-    how              of the stage, see ``options.How``
+    options          of the stage, see ``rk.StageOptions``
 
     ``model(x)`` takes [images, in_channels, height, width] and returns [images, classes].
     """
@@ -37,11 +38,11 @@ class SimpleResNet(nn.Module):
         padding: int = 0,
         tied: bool = False,
         zero_init: bool = True,
-        **how: Any,
+        **options: Unpack[StageOptions],
     ) -> None:
         super().__init__()
         self.stem = _stem(in_channels, channels, 5, stride, padding)
-        self.stage = ConvStage(channels, depth, zero_init=zero_init, tied=tied, **how)
+        self.stage = ConvStage(channels, depth, zero_init=zero_init, tied=tied, **options)
         self.linear = nn.Linear(channels, classes)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -60,7 +61,7 @@ class ResNet(nn.Module):
     small_images  a 3 × 3 convolution as stem, for CIFAR and smaller; otherwise 7 × 7 with stride 2
                   and a pooling
     tied          the blocks of a stage share their weights
-    how           of every stage, see ``options.How``. ``step=1.0`` is the classical rule x + f(x).
+    options       of every stage, see ``rk.StageOptions``; ``step=1.0`` is the classical x + f(x).
                   For one stage alone: ``model.layer3.stage.configure(backward="stored")``
 
     ``model(x)`` takes [images, in_channels, height, width] and returns [images, classes].
@@ -76,7 +77,7 @@ class ResNet(nn.Module):
         in_channels: int = 3,
         small_images: bool = False,
         tied: bool = False,
-        **how: Any,
+        **options: Unpack[StageOptions],
     ) -> None:
         super().__init__()
         choice("block", block, tuple(WINDOWS))
@@ -89,7 +90,7 @@ class ResNet(nn.Module):
         self.names = [f"layer{i}" for i in range(1, len(layers) + 1)]
         for i, (name, blocks) in enumerate(zip(self.names, layers, strict=True)):
             hidden, stride = width << i, 1 if i == 0 else 2
-            self.add_module(name, Layer(channels, hidden, blocks, block, stride, tied, how))
+            self.add_module(name, Layer(channels, hidden, blocks, block, stride, tied, options))
             channels = hidden * EXPANSION[block]
         self.linear = nn.Linear(channels, classes)
         for module in self.modules():
@@ -111,7 +112,7 @@ class ResNet(nn.Module):
 class Layer(nn.Module):
     """``blocks`` residual blocks. The first changes the shape of x and is no step of an ODE: it is
     s(x) + f(x) with a projection s. The others are a stage of N = ``blocks`` − 1 steps, with
-    h = 1/N unless ``how`` has another step; so it is in the authors' code."""
+    h = 1/N unless ``options`` have another step, as in the authors' code."""
 
     def __init__(
         self,
@@ -121,7 +122,7 @@ class Layer(nn.Module):
         block: str,
         stride: int,
         tied: bool,
-        how: dict[str, Any],
+        options: StageOptions,
     ) -> None:
         super().__init__()
         positive_int("blocks of a layer", blocks)
@@ -132,7 +133,7 @@ class Layer(nn.Module):
             nn.Conv2d(channels, outputs, 1, stride, bias=False), nn.BatchNorm2d(outputs)
         )
         self.first = ConvBlock(channels, hidden, WINDOWS[block], outputs=outputs, stride=stride)
-        self.stage = ConvStage(outputs, blocks - 1, block, hidden=hidden, tied=tied, **how)
+        self.stage = ConvStage(outputs, blocks - 1, block, hidden=hidden, tied=tied, **options)
 
     def forward(self, x: Tensor) -> Tensor:
         result: Tensor = self.stage(self.shortcut(x) + self.first(x))

@@ -1,23 +1,139 @@
-"""How a stage is run: the options that every stage takes, checked once."""
+"""The options that every stage takes, and the method that follows from them."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any, Literal, NamedTuple, TypeVar, get_args
 
-SCHEMES = ("euler", "heun")
-BACKWARDS = ("adjoint", "stored", "checkpoint")
-RULES = ("refined", "paper", "predicted")
-NONFINITE = ("raise", "warn", "ignore")
-BACKENDS = ("auto", "cpp", "triton", "cuda", "reference")
+from typing_extensions import TypedDict
 
-DEFAULT_ORDER = {"paper": 1, "refined": 1, "predicted": 2}
-MAX_ORDER = {"paper": 1, "refined": math.inf, "predicted": 3}
+Scheme = Literal["euler", "heun"]
+Backward = Literal["adjoint", "stored", "checkpoint"]
+ReverseRule = Literal["refined", "paper", "predicted"]
+NonFinite = Literal["raise", "warn", "ignore"]
+BackendName = Literal["auto", "cpp", "cuda", "triton", "reference"]
+
+
+class Orders(NamedTuple):
+    """The orders of a reverse rule: the default and the largest."""
+
+    default: int
+    largest: float
+
+
+ORDERS: dict[str, Orders] = {
+    "refined": Orders(1, math.inf),
+    "paper": Orders(1, 1),
+    "predicted": Orders(2, 3),
+}
+
+
+class StageOptions(TypedDict, total=False):
+    """The options that every stage takes as keywords:
+
+    scheme        "euler" (ResNet) or "heun" (HeunNet)
+    step          the step h; None: 1/depth
+    backward      "adjoint": reconstruct the states in the backward pass, store none;
+                  "stored": store every state (exact); "checkpoint": store every
+                  ``anchor_every``-th state and recompute the others (exact)
+    reverse       the reverse rule, which reconstructs the states: "refined", "paper" or "predicted"
+    order         of "refined" (1, 2, …; default 1) or "predicted" (1 to 3; default 2)
+    anchor_every  k: store the states x[k], x[2k], … and restart the reconstruction at each.
+                  None: store none; with backward="checkpoint": k = √depth
+    nonfinite     what to do when a reconstructed state is not finite: "raise", "warn", "ignore"
+    backend       "auto", "cpp", "cuda", "triton" or "reference"
+    """
+
+    scheme: Scheme
+    step: float | None
+    backward: Backward
+    reverse: ReverseRule
+    order: int | None
+    anchor_every: int | None
+    nonfinite: NonFinite
+    backend: BackendName
+
+
+@dataclass(frozen=True)
+class Options:
+    """``StageOptions`` with every default filled in, checked."""
+
+    scheme: Scheme = "euler"
+    step: float | None = None
+    backward: Backward = "adjoint"
+    reverse: ReverseRule = "refined"
+    order: int | None = None
+    anchor_every: int | None = None
+    nonfinite: NonFinite = "raise"
+    backend: BackendName = "auto"
+
+    def __post_init__(self) -> None:
+        choice("scheme", self.scheme, get_args(Scheme))
+        choice("backward", self.backward, get_args(Backward))
+        choice("reverse", self.reverse, get_args(ReverseRule))
+        choice("nonfinite", self.nonfinite, get_args(NonFinite))
+        choice("backend", self.backend, get_args(BackendName))
+        if self.step is not None and not (
+            isinstance(self.step, (int, float)) and math.isfinite(self.step)
+        ):
+            raise ValueError(f"step must be a finite number or None, not {self.step!r}")
+        if self.order is not None:
+            positive_int("order", self.order)
+            largest = ORDERS[self.reverse].largest
+            if self.order > largest:
+                raise ValueError(
+                    f"order must be at most {largest} for reverse={self.reverse!r}, "
+                    f"not {self.order}"
+                )
+        if self.anchor_every is not None:
+            positive_int("anchor_every", self.anchor_every)
+
+    @classmethod
+    def names(cls) -> tuple[str, ...]:
+        return tuple(field.name for field in fields(cls))
+
+    @classmethod
+    def of(cls, keywords: Mapping[str, Any]) -> Options:
+        """From what a user has passed; refuses unknown names."""
+        unknown = sorted(set(keywords) - set(cls.names()))
+        if unknown:
+            raise TypeError(
+                f"unknown option {unknown[0]!r}; a stage takes {', '.join(cls.names())}"
+            )
+        return cls(**keywords)
+
+    @property
+    def resolved_order(self) -> int:
+        """The order, or the default of the reverse rule."""
+        return self.order or ORDERS[self.reverse].default
+
+    def blocks(self, depth: int) -> int:
+        """The number of blocks that ``depth`` steps use."""
+        return depth + 1 if self.scheme == "heun" else depth
+
+    def method(self, depth: int) -> Method:
+        reverse_rule: str = self.reverse
+        anchor_every = self.anchor_every or 0
+        if self.backward == "stored":
+            reverse_rule, anchor_every = "exact", 1
+        elif self.backward == "checkpoint":
+            reverse_rule = "exact"
+            anchor_every = min(anchor_every or round(math.sqrt(depth)), depth)
+        return Method(
+            scheme=self.scheme,
+            steps=depth,
+            step=1 / depth if self.step is None else float(self.step),
+            reverse_rule=reverse_rule,
+            order=self.resolved_order,
+            anchor_every=anchor_every,
+            nonfinite="ignore" if reverse_rule == "exact" else self.nonfinite,
+        )
 
 
 class Method(NamedTuple):
-    """Options with every default filled in, as the kernels take them."""
+    """How a stage of a certain depth runs, as backends are told."""
 
     scheme: str
     steps: int
@@ -25,12 +141,22 @@ class Method(NamedTuple):
     step: float
     """h."""
     reverse_rule: str
-    """``"paper"``, ``"refined"``, ``"predicted"``; or ``"exact"``: nothing is reconstructed."""
+    """That of the options, or ``"exact"``: nothing is reconstructed."""
     order: int
     anchor_every: int
     """k: the forward pass keeps the states x[k], x[2k], … as anchors; 0: it keeps none."""
     nonfinite: str
-    """What happens when a reconstruction is not finite; ``"ignore"``: nobody looks."""
+    """What to do when a reconstruction is not finite; ``"ignore"``: do not check."""
+
+
+StageClass = TypeVar("StageClass", bound=type)
+
+
+def documents_options(stage: StageClass) -> StageClass:
+    """Class decorator: ``help(stage)`` shows the options, which are written down once."""
+    if stage.__doc__ and StageOptions.__doc__:  # python -OO has none
+        stage.__doc__ = f"{stage.__doc__.rstrip()}\n\n    {StageOptions.__doc__}"
+    return stage
 
 
 def choice(name: str, value: object, allowed: tuple[str, ...]) -> None:
@@ -43,80 +169,3 @@ def positive_int(name: str, value: object) -> None:
         raise TypeError(f"{name} must be an int, not {value!r}")
     if value < 1:
         raise ValueError(f"{name} must be at least 1, not {value}")
-
-
-@dataclass(frozen=True)
-class How:
-    """The options that every stage takes.
-
-    scheme        ``"euler"`` (ResNet) or ``"heun"`` (HeunNet)
-    step          h; None: 1/depth
-    backward      ``"adjoint"`` reconstructs the states on the way back and stores none of them;
-                  ``"stored"`` keeps every state (exact); ``"checkpoint"`` keeps every
-                  ``anchor_every``-th and recomputes the others (exact)
-    reverse       the rule of the reconstruction: ``"refined"``, ``"paper"`` or ``"predicted"``
-    order         of ``refined`` (1, 2, …; default 1) and ``predicted`` (1, 2, 3; default 2)
-    anchor_every  k: keep the true states x[k], x[2k], … and restart the reconstruction at each.
-                  None: keep none; with ``"checkpoint"``: k = √depth
-    nonfinite     when a reconstructed state is not finite: ``"raise"``, ``"warn"`` or ``"ignore"``
-    backend       ``"auto"``, or ``"cpp"``, ``"triton"``, ``"cuda"``, ``"reference"``
-    """
-
-    scheme: str = "euler"
-    step: float | None = None
-    backward: str = "adjoint"
-    reverse: str = "refined"
-    order: int | None = None
-    anchor_every: int | None = None
-    nonfinite: str = "raise"
-    backend: str = "auto"
-
-    def __post_init__(self) -> None:
-        choice("scheme", self.scheme, SCHEMES)
-        choice("backward", self.backward, BACKWARDS)
-        choice("reverse", self.reverse, RULES)
-        choice("nonfinite", self.nonfinite, NONFINITE)
-        choice("backend", self.backend, BACKENDS)
-        if self.step is not None and not (
-            isinstance(self.step, (int, float)) and math.isfinite(self.step)
-        ):
-            raise ValueError(f"step must be a finite number or None, not {self.step!r}")
-        if self.order is not None:
-            positive_int("order", self.order)
-            if self.order > MAX_ORDER[self.reverse]:
-                raise ValueError(
-                    f"order must be at most {MAX_ORDER[self.reverse]} "
-                    f"for reverse={self.reverse!r}, not {self.order}"
-                )
-        if self.anchor_every is not None:
-            positive_int("anchor_every", self.anchor_every)
-
-    @staticmethod
-    def from_options(options: dict[str, Any]) -> How:
-        unknown = sorted(set(options) - set(How.__dataclass_fields__))
-        if unknown:
-            raise TypeError(
-                f"unknown option {unknown[0]!r}; a stage takes "
-                f"{', '.join(How.__dataclass_fields__)}"
-            )
-        return How(**options)
-
-    def blocks(self, depth: int) -> int:
-        """The number of blocks that ``depth`` steps use."""
-        return depth + 1 if self.scheme == "heun" else depth
-
-    def method(self, depth: int) -> Method:
-        rule, keep = self.reverse, self.anchor_every or 0
-        if self.backward == "stored":
-            rule, keep = "exact", 1
-        elif self.backward == "checkpoint":
-            rule, keep = "exact", min(keep or round(math.sqrt(depth)), depth)
-        return Method(
-            scheme=self.scheme,
-            steps=depth,
-            step=1 / depth if self.step is None else float(self.step),
-            reverse_rule=rule,
-            order=self.order or DEFAULT_ORDER[self.reverse],
-            anchor_every=keep,
-            nonfinite="ignore" if rule == "exact" else self.nonfinite,
-        )

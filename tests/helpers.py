@@ -14,9 +14,9 @@ from torch import Tensor
 
 import resode_kernels as rk
 from resode_kernels import reference
-from resode_kernels.backends import cpp, native
-from resode_kernels.backends import reference as engine
-from resode_kernels.problem import Problem
+from resode_kernels.backends import REGISTRY, cpp, native
+from resode_kernels.backends.engine import EngineBackend
+from resode_kernels.fused.problem import Problem
 
 RULES: list[dict[str, Any]] = [
     {"reverse": "paper"},
@@ -41,7 +41,7 @@ class NearKink(Exception):
     """Draw other numbers."""
 
 
-BLOCKS = ["relu", "tanh", "gelu", "silu", "linear"]
+BLOCKS = [*rk.functional.ACTIVATIONS, "linear"]
 
 
 def name(options: dict[str, Any]) -> str:
@@ -106,10 +106,10 @@ def plain(stage: rk.Stage, x: Tensor) -> Tensor:
 
 def steps(stage: rk.Stage, f: Callable[[int, Tensor], Tensor], x: Tensor) -> Tensor:
     """The loop of a stage whose n-th block is ``f(n, ·)``."""
-    h = 1 / stage.depth if stage.how.step is None else stage.how.step
+    h = 1 / stage.depth if stage.options.step is None else stage.options.step
     for n in range(stage.depth):
         a = f(n, x)
-        if stage.how.scheme == "heun":
+        if stage.options.scheme == "heun":
             a = (a + f(n + 1, x + h * a)) / 2
         x = x + h * a
     return x
@@ -123,7 +123,7 @@ def relative_error(a: Tensor | np.ndarray, b: Tensor | np.ndarray) -> float:
 
 def problem_of(stage: rk.Stage) -> Problem:
     """What a backend gets of a stage."""
-    method = stage.how.method(stage.depth)
+    method = stage.options.method(stage.depth)
     if isinstance(stage, rk.ConvStage):
         parameters = [
             tensor
@@ -152,7 +152,7 @@ def crews_of(stage: rk.Stage, x: Tensor) -> tuple[int, int]:
     return crews
 
 
-def in_dtype(dtype: torch.dtype) -> engine.Kit:
+def in_dtype(dtype: torch.dtype) -> EngineBackend:
     """Plain PyTorch with products in a dtype, differentiated by autograd."""
 
     def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -185,7 +185,8 @@ def in_dtype(dtype: torch.dtype) -> engine.Kit:
     def leaf(t: Tensor) -> Tensor:
         return t.detach().requires_grad_()
 
-    return engine.Kit(
+    return EngineBackend(
+        "reference",
         mlp=lambda activation, *theta: reference.Function(
             lambda x, *theta: mlp(x, activation, *theta), *map(leaf, theta)
         ),
@@ -196,8 +197,6 @@ def in_dtype(dtype: torch.dtype) -> engine.Kit:
             lambda x, *theta: conv(x, activation, epsilon, *theta),
             *(leaf(t) for layer in layers for t in layer[:3]),
         ),
-        combine=reference.combine,
-        widens=True,
     )
 
 
@@ -380,8 +379,8 @@ def long_gradients(stage: rk.Stage, x: Tensor, g: Tensor) -> list[np.ndarray]:
             block_class(*(None if p is None else p[n] for p in stacked))
             for n in range(stage.num_blocks)
         ]
-    blocks = list(distinct) * stage.how.blocks(stage.depth) if stage.tied else distinct
-    method = stage.how.method(stage.depth)
+    blocks = list(distinct) * stage.options.blocks(stage.depth) if stage.tied else distinct
+    method = stage.options.method(stage.depth)
     scheme = reference.SCHEMES[method.scheme](blocks, method.step)
     y, kept = reference.forward(scheme, long(x), method.anchor_every)
     if method.reverse_rule == "exact":
@@ -408,25 +407,22 @@ def long_gradients(stage: rk.Stage, x: Tensor, g: Tensor) -> list[np.ndarray]:
 Run = Callable[[rk.Stage, Tensor, Tensor], list[Tensor]]
 
 
-def by(backend: str) -> Run:
+def gradients_by(backend: str) -> Run:
     """``gradients`` by a backend."""
     return lambda stage, x, g: gradients(stage.configure(backend=backend), x, g)
 
 
-def running(kit: engine.Kit) -> Run:
-    """``gradients`` by the reference with other blocks."""
+def running(engine: EngineBackend) -> Run:
+    """``gradients`` by the reference's passes with other blocks."""
 
     def run(stage: rk.Stage, x: Tensor, g: Tensor) -> list[Tensor]:
-        patches = [
-            patch.object(f, "__defaults__", (kit,)) for f in (engine.forward, engine.reverse)
-        ]
-        with patches[0], patches[1]:
-            return by("reference")(stage, x, g)
+        with patch.dict(REGISTRY, reference=engine):
+            return gradients_by("reference")(stage, x, g)
 
     return run
 
 
-CPP, PYTORCH = by("cpp"), by("reference")
+CPP, PYTORCH = gradients_by("cpp"), gradients_by("reference")
 
 
 def assert_as_accurate_as_pytorch(

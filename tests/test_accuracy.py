@@ -158,7 +158,7 @@ def test_the_residual_stream_is_float32_in_bfloat16_networks() -> None:
     torch.testing.assert_close(y.float(), torch.full((1, 4), 2.71828), rtol=1e-2, atol=0)
 
 
-@pytest.mark.parametrize("activation", ["relu", "tanh", "gelu", "silu"])
+@pytest.mark.parametrize("activation", rk.functional.ACTIVATIONS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_activations_over_their_whole_range(
     activation: str, dtype: torch.dtype, instruction_set: str
@@ -169,8 +169,8 @@ def test_activations_over_their_whole_range(
     one = torch.ones(1, 1, 1, dtype=dtype)
 
     def step(z: torch.Tensor) -> torch.Tensor:
-        how = {"activation": activation, "step": 1.0, "backward": "stored", "backend": "cpp"}
-        return rk.functional.mlp_stage(z, one, None, one, None, **how)
+        options = {"activation": activation, "step": 1.0, "backward": "stored", "backend": "cpp"}
+        return rk.functional.mlp_stage(z, one, None, one, None, **options)
 
     z.requires_grad_()
     y = step(z)
@@ -187,7 +187,7 @@ def test_activations_over_their_whole_range(
         torch.testing.assert_close(step(tiny), 2 * tiny, rtol=1e-6, atol=0)
 
 
-@pytest.mark.parametrize("activation", ["relu", "tanh", "gelu", "silu"])
+@pytest.mark.parametrize("activation", rk.functional.ACTIVATIONS)
 def test_a_nan_is_never_swallowed(activation: str, instruction_set: str) -> None:
     x = torch.randn(9, 5)
     x[3, 2] = float("nan")

@@ -14,8 +14,8 @@ from helpers import RULES, gradients, make_stage, name, plain
 import resode_kernels as rk
 
 
-def small_stage(**how: Any) -> rk.MLPStage:
-    return rk.MLPStage(6, 8, 5, **how)
+def small_stage(**options: Any) -> rk.MLPStage:
+    return rk.MLPStage(6, 8, 5, **options)
 
 
 @pytest.mark.parametrize("backend", [pytest.param("cpp", marks=pytest.mark.needs_cpp), "reference"])
@@ -175,7 +175,7 @@ def test_state_dict_deepcopy_and_pickle() -> None:
     buffer.seek(0)
     other.load_state_dict(torch.load(buffer))
     for twin in (other, copy.deepcopy(stage), pickle.loads(pickle.dumps(stage))):
-        assert twin.how == stage.how
+        assert twin.options == stage.options
         for a, b in zip(gradients(twin, x, x), gradients(stage, x, x), strict=True):
             torch.testing.assert_close(a, b, rtol=0, atol=0)
 
@@ -224,11 +224,11 @@ def test_an_optimizer_trains_a_stage() -> None:
 def test_configure_changes_options_in_place() -> None:
     stage = small_stage()
     assert stage.configure(reverse="predicted", order=3) is stage
-    assert (stage.how.reverse, stage.how.order) == ("predicted", 3)
+    assert (stage.options.reverse, stage.options.order) == ("predicted", 3)
     assert "reverse='predicted'" in repr(stage)
     with pytest.raises(ValueError, match=r"heun.*takes 6 blocks.*has 5"):
         stage.configure(scheme="heun")
-    assert stage.how.scheme == "euler"
+    assert stage.options.scheme == "euler"
     assert rk.MLPStage(6, 8, 5, tied=True).configure(scheme="heun")(torch.randn(2, 6)).shape == (
         2,
         6,

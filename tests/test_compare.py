@@ -44,8 +44,8 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 from workloads import shaped
 
-from resode_kernels import ops
 from resode_kernels.backends import cpp
+from resode_kernels.fused import ops
 
 pytestmark = pytest.mark.needs_cpp
 
@@ -359,8 +359,8 @@ def test_memory_of_a_step_is_measured_in_a_fresh_process() -> None:
 @pytest.mark.parametrize("name", [STANDARD, "refined", "predicted"])
 def test_products_are_counted_as_they_are_made(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     # Without the dispatcher between them, the counter sees what the operators do.
-    monkeypatch.setattr(ops, "forward", lambda x, p, b: ops._forward(x, *p.fields(), b))
-    monkeypatch.setattr(ops, "reverse", lambda *a: ops._reverse(*a[:4], *a[4].fields(), a[5]))
+    monkeypatch.setattr(ops, "forward", lambda x, p, b: ops._forward(x, *p.flat(), b))
+    monkeypatch.setattr(ops, "reverse", lambda *a: ops._reverse(*a[:4], *a[4].flat(), a[5]))
     network = make_network(MLP)
     step = network.reference_step(name) if name in RULES else network.training_steps()[name]
     with FlopCounterMode(display=False) as counter:

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.library import opcheck
 
 import resode_kernels as rk
-from resode_kernels.options import How
-from resode_kernels.problem import Problem
+from resode_kernels.fused.problem import Problem
+from resode_kernels.options import Options
 
 BACKENDS = [pytest.param("cpp", marks=pytest.mark.needs_cpp), "reference"]
 
@@ -36,7 +36,7 @@ def modules(stage: rk.ConvStage) -> rk.ResidualStage:
     """The same blocks in the same modes, run as modules."""
     blocks = list(copy.deepcopy(stage).blocks)
     depth = stage.depth if stage.tied else None
-    return rk.ResidualStage(blocks, depth=depth, **{**vars(stage.how), "backend": "auto"})
+    return rk.ResidualStage(blocks, depth=depth, **{**vars(stage.options), "backend": "auto"})
 
 
 def train_standard(stage: rk.ConvStage, x: Tensor, g: Tensor) -> tuple[rk.ResidualStage, Any]:
@@ -294,17 +294,17 @@ def test_opcheck(options: dict[str, Any], scheme: str, backend: str) -> None:
     for block in stage.blocks:
         for conv, bn in block.layers:
             parameters += [conv.weight.detach(), bn.weight.detach(), None, None, None]
-    method = How(scheme=scheme, **options).method(4)
+    method = Options(scheme=scheme, **options).method(4)
     problem = Problem("conv", "gelu", tuple(parameters), method, 2, 1e-5)
     x, g = torch.randn(2, 2, 3, 4, 4)
     ops = torch.ops.resode_kernels
-    opcheck(ops.forward.default, (x, *problem.fields(), backend))
-    y, anchors, statistics = ops.forward.default(x, *problem.fields(), backend)
+    opcheck(ops.forward.default, (x, *problem.flat(), backend))
+    y, anchors, statistics = ops.forward.default(x, *problem.flat(), backend)
     assert anchors.shape == (problem.anchor_count, *x.shape)
     assert statistics.shape == (problem.evaluations, 12)
     start = x if method.reverse_rule == "exact" else y
     needs = [True, *(p is not None for p in parameters)]
-    opcheck(ops.reverse.default, (start, anchors, g, needs, *problem.fields(), backend))
+    opcheck(ops.reverse.default, (start, anchors, g, needs, *problem.flat(), backend))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

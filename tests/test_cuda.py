@@ -10,10 +10,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers import (
+    BLOCKS,
     RULES,
     Run,
     assert_as_accurate_as_pytorch,
-    by,
+    gradients_by,
     make_stage,
     name,
     problem_of,
@@ -26,8 +27,9 @@ from torch import Tensor
 import resode_kernels as rk
 from resode_kernels import backends, info, reference
 from resode_kernels.backends import cuda, native
-from resode_kernels.backends import reference as engine
+from resode_kernels.backends.contract import ForwardIO, ReverseIO
 from resode_kernels.backends.cuda import gpu
+from resode_kernels.backends.engine import EngineBackend
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 ON_CPU = pytest.mark.skipif(DEVICE != "cpu", reason="the emulation is for machines without a GPU")
@@ -45,7 +47,7 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def kernel(nan_memory: None) -> Run:
-    return by("cuda")
+    return gradients_by("cuda")
 
 
 def inputs(rows: int, dim: int, **options: Any) -> Tensor:
@@ -64,12 +66,14 @@ def plan_of(stage: rk.Stage, rows: int, reverse: bool = True, **facts: int) -> A
     problem, module = problem_of(stage), gpu.module()
     parameters = native.contiguous(problem.parameters)
     state = torch.empty(rows, stage.dim, device="meta")
-    made = native.stage_of(module, problem, parameters, state)
+    tested = native.stage_of(module, problem, parameters, state)
     if reverse:
-        io = native.reverse_of(module, problem, state, state, state, [None, *parameters], None)
+        io = native.reverse_of(
+            module, problem, ReverseIO(state, state, state, [None, *parameters], None)
+        )
     else:
-        io = native.forward_of(module, state, state, state, state)
-    return module.plan(made, io, module.Gpu(**{**H100, **facts}, tf32=False, stream=0))
+        io = native.forward_of(module, ForwardIO(state, state, state, state))
+    return module.plan(tested, io, module.Gpu(**{**H100, **facts}, tf32=False, stream=0))
 
 
 # ---------------------------------------------------------------------------------------- accuracy
@@ -95,7 +99,7 @@ class TF32Linear(torch.autograd.Function):
         return tf32(g) @ weight, tf32(g).T @ x
 
 
-def in_tf32() -> engine.Kit:
+def in_tf32() -> EngineBackend:
     """Plain PyTorch with products in TF32, which it has on GPUs only."""
     linear = TF32Linear.apply
 
@@ -105,8 +109,10 @@ def in_tf32() -> engine.Kit:
 
         return reference.Function(f, *(t.detach().requires_grad_() for t in theta))
 
-    return engine.PLAIN._replace(
-        mlp=mlp, linear=lambda w: reference.Function(linear, w.detach().requires_grad_())
+    return EngineBackend(
+        "reference",
+        mlp=mlp,
+        linear=lambda w: reference.Function(linear, w.detach().requires_grad_()),
     )
 
 
@@ -120,20 +126,20 @@ def allow_tf32(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("scheme", ["euler", "heun"])
 @pytest.mark.parametrize("options", [*RULES[:3], *RULES[5:8]], ids=name)
-@pytest.mark.parametrize("block", ["relu", "tanh", "gelu", "silu", "linear"])
+@pytest.mark.parametrize("block", BLOCKS)
 def test_products_in_tf32(
     block: str, options: dict[str, Any], scheme: str, kernel: Run, allow_tf32: None
 ) -> None:
-    made = make_stage(block, 35, 41, 3, scheme=scheme, device=DEVICE, **options)
+    tested = make_stage(block, 35, 41, 3, scheme=scheme, device=DEVICE, **options)
     x, g = inputs(33, 35)
-    assert_as_accurate_as_pytorch(made, x, g, kernel, running(in_tf32()))
+    assert_as_accurate_as_pytorch(tested, x, g, kernel, running(in_tf32()))
     # They are: products of float32 numbers would be a thousand times nearer.
-    y = by("reference")(made, x, g)[0]
-    assert relative_error(kernel(made, x, g)[0], y) > 1e-6
+    y = gradients_by("reference")(tested, x, g)[0]
+    assert relative_error(kernel(tested, x, g)[0], y) > 1e-6
 
 
-def compare(made: rk.Stage, x: Tensor, g: Tensor, kernel: Run, tolerance: float) -> None:
-    for k, p in zip(kernel(made, x, g), by("reference")(made, x, g), strict=True):
+def compare(tested: rk.Stage, x: Tensor, g: Tensor, kernel: Run, tolerance: float) -> None:
+    for k, p in zip(kernel(tested, x, g), gradients_by("reference")(tested, x, g), strict=True):
         assert relative_error(k, p) < tolerance
 
 
@@ -156,20 +162,20 @@ def test_every_width(
     """From tiles that every warp has several parts of, to those that all warps share; with several
     chunks of weights, the last one of which is not full."""
     with_facts(monkeypatch, shared_memory=shared_memory, processors=1)
-    made = make_stage(block, dim, 72, 2, dtype=storage, device=DEVICE)
-    compare(made, *inputs(140, dim, dtype=storage), kernel, TOLERANCE[storage])
+    tested = make_stage(block, dim, 72, 2, dtype=storage, device=DEVICE)
+    compare(tested, *inputs(140, dim, dtype=storage), kernel, TOLERANCE[storage])
 
 
 @pytest.mark.parametrize("storage", STORAGES, ids=str)
 @pytest.mark.parametrize("block", ["tanh", "linear"])
 def test_addresses_off_16_bytes(block: str, storage: torch.dtype, kernel: Run) -> None:
-    made = make_stage(block, 16, 24, 2, dtype=storage, device=DEVICE)
+    tested = make_stage(block, 16, 24, 2, dtype=storage, device=DEVICE)
     with torch.no_grad():
-        for p in made.parameters():
+        for p in tested.parameters():
             p.set_(shifted(p))
             assert p.data_ptr() % 16 != 0
     x, g = map(shifted, inputs(20, 16))
-    compare(made, x, g, kernel, TOLERANCE[storage])
+    compare(tested, x, g, kernel, TOLERANCE[storage])
 
 
 @ON_CPU
@@ -178,11 +184,11 @@ def test_addresses_off_16_bytes(block: str, storage: torch.dtype, kernel: Run) -
 def test_the_order_of_threads_does_not_matter(
     block: str, order: str, kernel: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made = make_stage(block, 40, 70, 3, scheme="heun", reverse="predicted")
+    tested = make_stage(block, 40, 70, 3, scheme="heun", reverse="predicted")
     x, g = inputs(90, 40)
-    expected = kernel(made, x, g)
+    expected = kernel(tested, x, g)
     monkeypatch.setenv("RESODE_EMULATION_ORDER", order)
-    for k, p in zip(kernel(made, x, g), expected, strict=True):
+    for k, p in zip(kernel(tested, x, g), expected, strict=True):
         assert torch.equal(k, p)
 
 
@@ -190,30 +196,30 @@ def test_the_order_of_threads_does_not_matter(
 
 
 def test_a_stage_too_wide_for_a_thread_block_runs_layer_by_layer(kernel: Run) -> None:
-    made = make_stage("tanh", 260, 9, 2, device=DEVICE)
-    assert plan_of(made, 5) is None
-    assert_as_accurate_as_pytorch(made, *inputs(5, 260), kernel)
+    tested = make_stage("tanh", 260, 9, 2, device=DEVICE)
+    assert plan_of(tested, 5) is None
+    assert_as_accurate_as_pytorch(tested, *inputs(5, 260), kernel)
 
 
 @pytest.mark.parametrize("dim", [1, 16, 33, 64, 100, 128, 200, 256])
 @pytest.mark.parametrize("block", ["tanh", "linear"])
 @pytest.mark.parametrize("storage", STORAGES, ids=str)
 def test_a_plan_keeps_to_the_shared_memory(block: str, dim: int, storage: torch.dtype) -> None:
-    made = make_stage(block, dim, 4 * dim, 8, dtype=storage)
+    tested = make_stage(block, dim, 4 * dim, 8, dtype=storage)
     for shared_memory in (227 << 10, 163 << 10, 99 << 10, 48 << 10, 16 << 10):
         for reverse in (False, True):
-            plan = plan_of(made, 10_000, reverse, shared_memory=shared_memory)
+            plan = plan_of(tested, 10_000, reverse, shared_memory=shared_memory)
             assert plan is None or plan["shared"] <= shared_memory
             if shared_memory >= 163 << 10:  # that of an A100
                 assert plan is not None
 
 
 def test_few_rows_are_spread_over_the_multiprocessors() -> None:
-    made = make_stage("tanh", 32, 32, 8)
-    assert plan_of(made, 132 * 16)["programs"] == 132
-    assert plan_of(made, 132 * 32)["programs"] == 132
-    assert plan_of(made, 10_000_000)["programs"] == 132
-    assert plan_of(made, 10_000_000)["rows"] == 128
+    tested = make_stage("tanh", 32, 32, 8)
+    assert plan_of(tested, 132 * 16)["programs"] == 132
+    assert plan_of(tested, 132 * 32)["programs"] == 132
+    assert plan_of(tested, 10_000_000)["programs"] == 132
+    assert plan_of(tested, 10_000_000)["rows"] == 128
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -223,34 +229,36 @@ def test_partial_sums_are_bounded(scheme: str, tied: bool) -> None:
     of_block = 4 * (2 * 64 * 64 + 2 * 64)
     for depth in (4, 64, 4096):
         for rows in (100, 10_000, 1_000_000):
-            made = make_stage("tanh", 64, 64, depth, scheme=scheme, tied=tied)
-            plan = plan_of(made, rows)
+            tested = make_stage("tanh", 64, 64, depth, scheme=scheme, tied=tied)
+            plan = plan_of(tested, rows)
             assert plan["programs"] <= H100["processors"]
             if not tied:
                 assert plan["programs"] * plan["steps"] * of_block <= H100["cache"] / 2
 
 
 def test_frozen_parameters_need_no_sums() -> None:
-    made = make_stage("tanh", 64, 64, 4)
-    problem, module = problem_of(made), gpu.module()
+    tested = make_stage("tanh", 64, 64, 4)
+    problem, module = problem_of(tested), gpu.module()
     state = torch.empty(1000, 64)
     stage = native.stage_of(module, problem, problem.parameters, state)
     processor = module.Gpu(**H100, tf32=False, stream=0)
 
     def workspace(*gradients: Tensor | None) -> int:
-        io = native.reverse_of(module, problem, state, state, state, [state, *gradients], None)
+        io = native.reverse_of(
+            module, problem, ReverseIO(state, state, state, [state, *gradients], None)
+        )
         return int(module.workspace_bytes(stage, io, processor))
 
     assert workspace(None, None, None, None) < 1024
-    assert 0 < workspace(None, made.b1, None, None) < workspace(*problem.parameters) / 10
+    assert 0 < workspace(None, tested.b1, None, None) < workspace(*problem.parameters) / 10
 
 
 @ON_CPU
 def test_a_launch_that_fails_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     with_facts(monkeypatch, shared_memory=1 << 20)
-    made = make_stage("tanh", 256, 256, 2, backend="cuda")
+    tested = make_stage("tanh", 256, 256, 2, backend="cuda")
     with pytest.raises(RuntimeError, match="CUDA: "), torch.no_grad():
-        made(torch.zeros(300, 256))
+        tested(torch.zeros(300, 256))
 
 
 # ---------------------------------------------------------------------------------------- dispatch
@@ -266,9 +274,9 @@ def a_gpu(monkeypatch: pytest.MonkeyPatch) -> dict[str, tuple[int, int]]:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "GPU")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: has["capability"])
     monkeypatch.setattr(cuda, "architectures", lambda: ["80", "90", "120"])
-    cuda._unfit.cache_clear()
+    cuda._refuses_gpu.cache_clear()
     yield has
-    cuda._unfit.cache_clear()
+    cuda._refuses_gpu.cache_clear()
 
 
 def test_auto_picks_cuda_where_it_was_built_for_the_gpu(
@@ -281,7 +289,7 @@ def test_auto_picks_cuda_where_it_was_built_for_the_gpu(
     assert backends.choose("auto", device, torch.float64) == "reference"
     assert any('cuda       available  <- "auto"' in line for line in info.lines())
 
-    cuda._unfit.cache_clear()
+    cuda._refuses_gpu.cache_clear()
     a_gpu["capability"] = (7, 5)
     assert backends.choose("auto", device) == "triton"
     with pytest.raises(rk.BackendUnavailableError, match=r"from 8\.0 on, and this GPU has 7\.5"):

@@ -48,20 +48,20 @@ class Pair(nn.Module):
         return torch.tanh(self.one(x[1])), torch.tanh(self.two(x[0]))
 
 
-def make(kind: str, **how: Any) -> tuple[rk.Stage, Any]:
-    count = 7 if how.get("scheme") == "heun" else 6
+def make(kind: str, **options: Any) -> tuple[rk.Stage, Any]:
+    count = 7 if options.get("scheme") == "heun" else 6
     if kind == "mlp":
-        return rk.MLPStage(8, 12, 6, **how), torch.randn(5, 8)
+        return rk.MLPStage(8, 12, 6, **options), torch.randn(5, 8)
     if kind == "tied":
-        return rk.MLPStage(8, 12, 6, tied=True, **how), torch.randn(2, 3, 8)
+        return rk.MLPStage(8, 12, 6, tied=True, **options), torch.randn(2, 3, 8)
     if kind == "linear":
-        return rk.LinearStage(8, 6, **how), torch.randn(5, 8)
+        return rk.LinearStage(8, 6, **options), torch.randn(5, 8)
     if kind == "conv":
-        return rk.ConvStage(4, 6, **how), torch.randn(3, 4, 5, 5)
+        return rk.ConvStage(4, 6, **options), torch.randn(3, 4, 5, 5)
     if kind == "modules":
         blocks = [Attention() for _ in range(count)]
-        return rk.ResidualStage(blocks, **how), torch.randn(2, 4, 8)
-    return rk.ResidualStage(Pair(), depth=6, **how), (torch.randn(3, 5), torch.randn(3, 5))
+        return rk.ResidualStage(blocks, **options), torch.randn(2, 4, 8)
+    return rk.ResidualStage(Pair(), depth=6, **options), (torch.randn(3, 5), torch.randn(3, 5))
 
 
 KINDS = ["mlp", "tied", "linear", "conv", "modules", "pair"]
@@ -139,8 +139,14 @@ def test_reconstruction_errors_are_those_found_by_hand(
     rule: str, order: int, every: int | None, scheme: str
 ) -> None:
     """By the table of reverse rules, written out once more."""
-    how = {"scheme": scheme, "reverse": rule, "order": order, "anchor_every": every, "step": 0.4}
-    stage, x = make("mlp", **how, dtype=torch.float64)
+    options = {
+        "scheme": scheme,
+        "reverse": rule,
+        "order": order,
+        "anchor_every": every,
+        "step": 0.4,
+    }
+    stage, x = make("mlp", **options, dtype=torch.float64)
     x, h, steps = x.double(), 0.4, stage.depth
 
     def f(n: int, z: Tensor) -> Tensor:
@@ -253,10 +259,10 @@ def test_nothing_changes(kind: str, training: bool) -> None:
     modes = [m.training for m in stage.modules()]
     before = {name: t.clone() for name, t in stage.state_dict().items()}
     identities = [id(t) for t in (*stage.parameters(), *stage.buffers())]
-    how, generator = stage.how, torch.get_rng_state()
+    options, generator = stage.options, torch.get_rng_state()
     rk.diagnose(stage, x, settings=SETTINGS, seconds=0)
     assert torch.equal(generator, torch.get_rng_state())
-    assert stage.how is how
+    assert stage.options is options
     assert not fired
     assert modes == [m.training for m in stage.modules()]
     assert identities == [id(t) for t in (*stage.parameters(), *stage.buffers())]
@@ -269,10 +275,10 @@ def test_nothing_changes(kind: str, training: bool) -> None:
 def test_nothing_changes_when_it_fails() -> None:
     stage, x = make("conv")
     before = {name: t.clone() for name, t in stage.state_dict().items()}
-    how = stage.how
+    options = stage.options
     with pytest.raises(TypeError, match="loss must return one number"):
         rk.diagnose(stage, x, lambda y: y)
-    assert stage.how is how
+    assert stage.options is options
     assert all(torch.equal(before[name], t) for name, t in stage.state_dict().items())
 
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import resode_kernels as rk
 from resode_kernels.functional import linear_stage, mlp_stage, residual_stage
+from resode_kernels.options import Options
 
 
 def mlp_arguments(**changes: Any) -> dict[str, Any]:
@@ -312,7 +313,7 @@ def test_a_refused_call_leaves_nothing_behind() -> None:
         stage.configure(order=-1)
     assert all(torch.equal(a, b) for a, b in zip(before, stage.parameters(), strict=True))
     assert all(p.grad is None for p in stage.parameters())
-    assert stage.how == rk.How()
+    assert stage.options == Options()
 
 
 @pytest.mark.needs_cpp

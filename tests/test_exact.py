@@ -52,8 +52,8 @@ def test_gradcheck(block: str, scheme: str, options: dict[str, Any], backend: st
 
     def f(x: torch.Tensor, *parameters: torch.Tensor) -> torch.Tensor:
         if block == "linear":
-            return rk.functional.linear_stage(x, *parameters, **vars(stage.how))
-        return rk.functional.mlp_stage(x, *parameters, activation=block, **vars(stage.how))
+            return rk.functional.linear_stage(x, *parameters, **vars(stage.options))
+        return rk.functional.mlp_stage(x, *parameters, activation=block, **vars(stage.options))
 
     assert torch.autograd.gradcheck(f, (x, *parameters))
 

@@ -12,7 +12,7 @@ from helpers import (
     RULES,
     Run,
     assert_as_accurate_as_pytorch,
-    by,
+    gradients_by,
     in_dtype,
     make_stage,
     name,
@@ -51,7 +51,7 @@ def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.fixture
 def kernel(backend: str, nan_memory: None) -> Run:
-    return by(backend)
+    return gradients_by(backend)
 
 
 @pytest.fixture
@@ -94,8 +94,8 @@ def test_every_activation(block: str, options: dict[str, Any], kernel: Run) -> N
 def test_tied_weights_and_no_bias(
     block: str, scheme: str, options: dict[str, Any], kernel: Run
 ) -> None:
-    made = stage_of(block, bias=False, tied=True, scheme=scheme, **options)
-    assert_as_accurate_as_pytorch(made, *inputs(), kernel)
+    tested = stage_of(block, bias=False, tied=True, scheme=scheme, **options)
+    assert_as_accurate_as_pytorch(tested, *inputs(), kernel)
 
 
 @pytest.mark.parametrize(
@@ -103,8 +103,8 @@ def test_tied_weights_and_no_bias(
 )
 def test_odd_shapes(shape: tuple[int, int, int], kernel: Run) -> None:
     rows, dim, hidden = shape
-    made = stage_of("silu", dim, hidden, 2, reverse="predicted", order=1)
-    assert_as_accurate_as_pytorch(made, *inputs(rows, dim), kernel)
+    tested = stage_of("silu", dim, hidden, 2, reverse="predicted", order=1)
+    assert_as_accurate_as_pytorch(tested, *inputs(rows, dim), kernel)
 
 
 @pytest.mark.parametrize("storage", [torch.float16, torch.bfloat16], ids=str)
@@ -118,22 +118,22 @@ def test_half_precision_weights(
     storage: torch.dtype,
     kernel: Run,
 ) -> None:
-    made = stage_of(block, dtype=storage, scheme="heun", **options)
+    tested = stage_of(block, dtype=storage, scheme="heun", **options)
     x, g = inputs(dtype=x_dtype or storage)
-    assert_as_accurate_as_pytorch(made, x, g, kernel, running(in_dtype(storage)))
+    assert_as_accurate_as_pytorch(tested, x, g, kernel, running(in_dtype(storage)))
 
 
 def test_the_residual_stream_is_float32_in_bfloat16_networks(backend: str) -> None:
     """A bfloat16 stream would lose every one of these updates."""
-    made = rk.LinearStage(4, 300, tied=True, dtype=torch.bfloat16, backend=backend, device=DEVICE)
+    tested = rk.LinearStage(4, 300, tied=True, dtype=torch.bfloat16, backend=backend, device=DEVICE)
     with torch.no_grad():
-        made.weight.copy_(torch.eye(4))
-        y = made(torch.ones(1, 4, dtype=torch.bfloat16, device=DEVICE))
+        tested.weight.copy_(torch.eye(4))
+        y = tested(torch.ones(1, 4, dtype=torch.bfloat16, device=DEVICE))
     torch.testing.assert_close(y.float().cpu(), torch.full((1, 4), 2.71828), rtol=1e-2, atol=0)
 
 
 def test_a_nan_is_never_swallowed(backend: str) -> None:
-    for activation in ("relu", "tanh", "gelu", "silu"):
+    for activation in rk.functional.ACTIVATIONS:
         x = torch.randn(9, 5, device=DEVICE)
         x[3, 2] = float("nan")
         with torch.no_grad():
@@ -146,12 +146,12 @@ def test_a_nan_is_never_swallowed(backend: str) -> None:
 def test_rows_that_only_fill_a_tile_do_no_harm(options: dict[str, Any], kernel: Run) -> None:
     """At x = −1 this block is zero. At x = 0, where a tile's empty rows begin, its steps back grow
     a million times each and overflow."""
-    made = stage_of("relu", 1, 1, 10, step=1.0, **options)
+    tested = stage_of("relu", 1, 1, 10, step=1.0, **options)
     with torch.no_grad():
-        for parameter, value in zip(made.parameters(), (1e3, 500, -1e3, 0), strict=True):
+        for parameter, value in zip(tested.parameters(), (1e3, 500, -1e3, 0), strict=True):
             parameter.fill_(value)
     x, g = -torch.ones(3, 1, device=DEVICE), torch.ones(3, 1, device=DEVICE)
-    for k, p in zip(kernel(made, x, g), by("reference")(made, x, g), strict=True):
+    for k, p in zip(kernel(tested, x, g), gradients_by("reference")(tested, x, g), strict=True):
         assert torch.equal(k, p)
 
 
@@ -165,42 +165,42 @@ def test_a_pass_may_be_cut_into_launches(
 ) -> None:
     """However many steps a launch makes, and whether two programs share three tiles or not."""
     tied = options.get("reverse") == "paper"
-    made = stage_of("tanh", DIM, HIDDEN, 3 + tied, scheme=scheme, tied=tied, **options)
+    tested = stage_of("tanh", DIM, HIDDEN, 3 + tied, scheme=scheme, tied=tied, **options)
     x, g = inputs(37)
-    for k, p in zip(kernel(made, x, g), by("reference")(made, x, g), strict=True):
+    for k, p in zip(kernel(tested, x, g), gradients_by("reference")(tested, x, g), strict=True):
         assert relative_error(k, p) < 2e-6
 
 
 def test_some_parameters_may_be_frozen(backend: str) -> None:
-    made = stage_of("tanh")
-    made.w1.requires_grad_(False)
-    made.b2.requires_grad_(False)
+    tested = stage_of("tanh")
+    tested.w1.requires_grad_(False)
+    tested.b2.requires_grad_(False)
     x, g = inputs()
 
     def run(backend: str) -> tuple[Tensor, ...]:
-        return torch.autograd.grad(made.configure(backend=backend)(x), [made.b1, made.w2], g)
+        return torch.autograd.grad(tested.configure(backend=backend)(x), [tested.b1, tested.w2], g)
 
     for k, p in zip(run(backend), run("reference"), strict=True):
         assert relative_error(k, p) < 2e-6
 
 
 def test_results_repeat_bit_by_bit(kernel: Run) -> None:
-    made = stage_of("gelu", scheme="heun")
+    tested = stage_of("gelu", scheme="heun")
     x, g = inputs(50)
-    for first, second in zip(kernel(made, x, g), kernel(made, x, g), strict=True):
+    for first, second in zip(kernel(tested, x, g), kernel(tested, x, g), strict=True):
         assert torch.equal(first, second)
 
 
 @pytest.mark.parametrize("options", [RULES[1], RULES[8]], ids=name)
 def test_inputs_of_any_layout(options: dict[str, Any], kernel: Run) -> None:
-    made = stage_of("tanh", **options)
+    tested = stage_of("tanh", **options)
     x, g = (t.T for t in torch.randn(2, DIM, ROWS, device=DEVICE))
     assert not x.is_contiguous()
     with torch.no_grad():
-        for p in made.parameters():
+        for p in tested.parameters():
             p.set_(p.transpose(0, -1).contiguous().transpose(0, -1))
-    assert not made.w1.is_contiguous()
+    assert not tested.w1.is_contiguous()
     before = x.clone(), g.clone()
-    for k, p in zip(kernel(made, x, g), by("reference")(made, x, g), strict=True):
+    for k, p in zip(kernel(tested, x, g), gradients_by("reference")(tested, x, g), strict=True):
         assert relative_error(k, p) < 2e-6
     assert torch.equal(torch.stack([x, g]), torch.stack(before))

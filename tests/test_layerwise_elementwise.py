@@ -14,7 +14,7 @@ from torch import Tensor
 
 from resode_kernels import reference
 from resode_kernels.backends.layerwise import Kernels
-from resode_kernels.problem import stream_dtype
+from resode_kernels.states import stream_dtype
 
 ACTIVATIONS = list(reference.ACTIVATIONS)
 

@@ -74,10 +74,10 @@ def test_statistics_of_two_values(kernels: Kernels) -> None:
 
 
 def layer_and_vjp(
-    z: Any, d: Any, by: Sequence[Any], of_batch: bool, sigma: Any, slope: Any
+    z: Any, d: Any, normalization: Sequence[Any], of_batch: bool, sigma: Any, slope: Any
 ) -> list[Any]:
     """σ(bn(z)), dz, dγ and dβ of tensors or arrays, in their own arithmetic."""
-    mean, variance, gamma, beta, epsilon = by
+    mean, variance, gamma, beta, epsilon = normalization
     if of_batch:
         mean, variance = mean_and_variance(z)
     mean, variance, gamma, beta = (v[:, None, None] for v in (mean, variance, gamma, beta))
@@ -118,21 +118,27 @@ def layers(
     gamma, beta, mean, variance = torch.rand(4, channels, dtype=dtype) + 0.5
     if of_batch:
         mean, variance = kernels.statistics(z)
-    by = Normalization(mean, variance, gamma if affine else None, beta if affine else None, 1e-3)
+    normalization = Normalization(
+        mean, variance, gamma if affine else None, beta if affine else None, 1e-3
+    )
     kernel = [
-        kernels.normalized(z, by, activation, dtype),
-        *kernels.vjp(d, z, by, of_batch, activation),
+        kernels.normalized(z, normalization, activation, dtype),
+        *kernels.vjp(d, z, normalization, of_batch, activation),
     ]
     assert kernel[0].stride() == kernel[1].stride() == z.stride()
     if not affine:
         gamma, beta = torch.ones_like(gamma), torch.zeros_like(beta)
-    by = by._replace(gamma=gamma, beta=beta)
+    normalization = normalization._replace(gamma=gamma, beta=beta)
     nothing = identity, one
     pytorch = layer_and_vjp(
-        z, d, by, of_batch, *(reference.ACTIVATIONS[activation] if activation else nothing)
+        z,
+        d,
+        normalization,
+        of_batch,
+        *(reference.ACTIVATIONS[activation] if activation else nothing),
     )
     exact = layer_and_vjp(
-        long(z), long(d), [*map(long, by[:4]), np.longdouble(1e-3)], of_batch,
+        long(z), long(d), [*map(long, normalization[:4]), np.longdouble(1e-3)], of_batch,
         *(LONG_ACTIVATIONS[activation] if activation else nothing),
     )  # fmt: skip
     return kernel, pytorch, exact
@@ -181,12 +187,12 @@ def test_half_precision_is_normalized_in_float32(kernels: Kernels) -> None:
     assert mean.dtype == variance.dtype == torch.float32
     torch.testing.assert_close(mean, z.float().mean(AXES))
     gamma, beta = torch.randn(2, 5).bfloat16()
-    by = Normalization(mean, variance, gamma, beta, 1e-5)
+    normalization = Normalization(mean, variance, gamma, beta, 1e-5)
     wide = Normalization(mean, variance, gamma.float(), beta.float(), 1e-5)
     d = torch.randn_like(z)
-    u = kernels.normalized(z, by, "gelu", torch.float32)
+    u = kernels.normalized(z, normalization, "gelu", torch.float32)
     assert torch.equal(u, kernels.normalized(z.float(), wide, "gelu", torch.float32))
-    dz, *sums = kernels.vjp(d, z, by, True, "gelu")
+    dz, *sums = kernels.vjp(d, z, normalization, True, "gelu")
     wide_dz, *wide_sums = kernels.vjp(d.float(), z.float(), wide, True, "gelu")
     assert torch.equal(dz, wide_dz.bfloat16())
     assert all(map(torch.equal, sums, wide_sums))
@@ -202,11 +208,11 @@ def test_results_do_not_depend_on_where_memory_begins(
     z = values((3, 16, 2, 4), layout, torch.float32).to(dtype)
     d = torch.randn_like(z)
     mean, variance, gamma, beta = torch.rand(4, 16) + 0.5
-    by = Normalization(mean, variance, gamma, beta, 1e-3)
+    normalization = Normalization(mean, variance, gamma, beta, 1e-3)
     by_vectors, one_by_one = (
         [
-            kernels.normalized(p, by, "silu", dtype),
-            *kernels.vjp(q, p, by, False, "silu"),
+            kernels.normalized(p, normalization, "silu", dtype),
+            *kernels.vjp(q, p, normalization, False, "silu"),
             *kernels.statistics(p),
         ]
         for p, q in ((z, d), (shifted(z), shifted(d)))

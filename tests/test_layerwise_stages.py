@@ -3,7 +3,6 @@ bit."""
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -25,10 +24,14 @@ from providers import FLOATS, NARROW, Provider
 from torch import Tensor, nn
 
 import resode_kernels as rk
-from resode_kernels import reference, residual
-from resode_kernels.backends import reference as engine
-from resode_kernels.options import How
-from resode_kernels.problem import Problem, stream_dtype
+from resode_kernels import reference
+from resode_kernels.backends import REGISTRY
+from resode_kernels.backends.contract import Backend, ForwardIO, ReverseIO
+from resode_kernels.backends.engine import REFERENCE
+from resode_kernels.fused.problem import Problem
+from resode_kernels.options import Options
+from resode_kernels.replay import function
+from resode_kernels.states import stream_dtype
 
 ACTIVATIONS = list(reference.ACTIVATIONS)
 
@@ -69,7 +72,7 @@ def test_every_update_is_one_call(
 
 
 def passes(
-    forward: Callable[..., None], reverse: Callable[..., None], problem: Problem
+    backend: Backend, problem: Problem
 ) -> Callable[[Tensor, Tensor], tuple[Tensor, list[Tensor | None], Tensor]]:
     """x, g to the output, the gradients of x and of the parameters, and the statistics."""
 
@@ -77,25 +80,24 @@ def passes(
         x, g = (t.to(stream_dtype(t.dtype)) for t in (x, g))
         y, anchors = torch.empty_like(x), x.new_empty((problem.anchor_count, *x.shape))
         statistics = x.new_zeros(problem.statistics if problem.block == "conv" else 0)
-        forward(problem, x, y, anchors, statistics)
+        backend.forward(problem, ForwardIO(x, y, anchors, statistics))
         start = x if problem.method.reverse_rule == "exact" else y
         gradients = [torch.empty_like(x)]
         gradients += [
             torch.empty_like(p) if isinstance(p, nn.Parameter) else None for p in problem.parameters
         ]
-        reverse(problem, start, anchors, g, gradients, None)
+        backend.reverse(problem, ReverseIO(start, anchors, g, gradients, None))
         return y, gradients, statistics
 
     return run
 
 
-def by_kit(kit: engine.Kit) -> Run:
-    """``helpers.gradients`` by the engine with these blocks."""
-    forward, reverse = (functools.partial(f, kit=kit) for f in (engine.forward, engine.reverse))
+def passes_of(backend: Backend) -> Run:
+    """``helpers.gradients`` by the passes of a backend, without autograd around them."""
 
     @torch.no_grad()
     def run(stage: rk.Stage, x: Tensor, g: Tensor) -> list[Tensor]:
-        y, gradients, _ = passes(forward, reverse, problem_of(stage))(x, g)
+        y, gradients, _ = passes(backend, problem_of(stage))(x, g)
         return [y, *(t for t in gradients if t is not None)]
 
     return run
@@ -103,7 +105,7 @@ def by_kit(kit: engine.Kit) -> Run:
 
 @pytest.fixture
 def by_kernels(provider: Provider) -> Run:
-    return by_kit(provider.layerwise.FUSED)
+    return passes_of(provider.layerwise.LAYERWISE)
 
 
 @pytest.mark.parametrize("scheme", ["euler", "heun"])
@@ -113,7 +115,7 @@ def test_rules_and_schemes(
     by_kernels: Run, block: str, options: dict[str, Any], scheme: str
 ) -> None:
     stage = make_stage(block, 5, 7, 4, scheme=scheme, **options)
-    assert_as_accurate_as_pytorch(stage, *torch.randn(2, 6, 5), by_kernels, by_kit(engine.PLAIN))
+    assert_as_accurate_as_pytorch(stage, *torch.randn(2, 6, 5), by_kernels, passes_of(REFERENCE))
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -125,7 +127,7 @@ def test_activations_dtypes_and_tied_weights(
     for bias in (True, False):
         stage = make_stage(activation, 5, 7, 3, bias, tied=tied, dtype=dtype)
         x, g = torch.randn(2, 6, 5, dtype=dtype)
-        assert_as_accurate_as_pytorch(stage, x, g, by_kernels, by_kit(engine.PLAIN))
+        assert_as_accurate_as_pytorch(stage, x, g, by_kernels, passes_of(REFERENCE))
 
 
 @pytest.mark.parametrize(
@@ -146,7 +148,7 @@ def test_convolutions(
     stage = make_conv_stage("basic", "tanh", 16, depth, hidden=13, scheme=scheme, **options)
     x, g = torch.randn(2, 1, 16, 5, 4)
     x = x.to(memory_format=layout)
-    assert_as_accurate_as_pytorch(stage, x, g, by_kernels, by_kit(engine.PLAIN))
+    assert_as_accurate_as_pytorch(stage, x, g, by_kernels, passes_of(REFERENCE))
 
 
 @pytest.mark.parametrize(
@@ -177,7 +179,7 @@ def test_convolutions_of_every_kind(
         x = x.to(memory_format=torch.channels_last)
         try:
             assert_as_accurate_as_pytorch(
-                stage.train(train), x, g, by_kernels, by_kit(engine.PLAIN)
+                stage.train(train), x, g, by_kernels, passes_of(REFERENCE)
             )
         except NearKink:
             continue
@@ -194,7 +196,7 @@ def test_products_in_half_precision(
 ) -> None:
     stage = make_stage(block, 9, 11, 3, tied=tied, scheme=scheme, dtype=dtype)
     x, g = torch.randn(2, 16, 9)
-    assert_as_accurate_as_pytorch(stage, x, g, by_kernels, by_kit(in_dtype(dtype)))
+    assert_as_accurate_as_pytorch(stage, x, g, by_kernels, passes_of(in_dtype(dtype)))
 
 
 @pytest.mark.parametrize(
@@ -208,7 +210,7 @@ def test_convolutions_in_half_precision(
     stage = make_conv_stage("basic", "tanh", 16, 2, scheme=scheme, tied=tied, dtype=dtype)
     x, g = torch.randn(2, 3, 16, 3, 3)
     x = x.to(memory_format=torch.channels_last)
-    assert_as_accurate_as_pytorch(stage, x, g, by_kernels, by_kit(in_dtype(dtype)))
+    assert_as_accurate_as_pytorch(stage, x, g, by_kernels, passes_of(in_dtype(dtype)))
 
 
 @torch.no_grad()
@@ -225,7 +227,7 @@ def test_statistics_of_every_evaluation_and_no_affine(
         weight = nn.Parameter(torch.randn(out, inputs, size, size, dtype=dtype))
         return [weight, *affine_part, *((mean, variance) if given else (None, None))]
 
-    method = How(scheme=scheme).method(2)
+    method = Options(scheme=scheme).method(2)
     blocks = 2 + (scheme == "heun")
     parameters = [
         tensor
@@ -236,8 +238,7 @@ def test_statistics_of_every_evaluation_and_no_affine(
     problem = Problem("conv", "silu", tuple(parameters), method, 3, 1e-5)
     x, g = torch.randn(2, 1, 4, 3, 3, dtype=dtype)
     got, expected = (
-        passes(backend.forward, backend.reverse, problem)(x, g)
-        for backend in (provider.layerwise, engine)
+        passes(backend, problem)(x, g) for backend in (provider.layerwise.LAYERWISE, REFERENCE)
     )
     tolerance = 1000 * torch.finfo(dtype).eps
     torch.testing.assert_close(got, expected, rtol=tolerance, atol=tolerance)
@@ -299,11 +300,13 @@ class Halves(nn.Module):
         return torch.tanh(self.a(p)) + q.mean().float(), torch.sin(self.b(q))
 
 
-def run_modules(modules: list[nn.Module], x: Any, how: How, backend: str) -> tuple[Tensor, ...]:
+def run_modules(
+    modules: list[nn.Module], x: Any, options: Options, backend: str
+) -> tuple[Tensor, ...]:
     """Outputs and gradients of a ResidualStage."""
-    depth = len(modules) - (how.scheme == "heun")
-    stored = how.backward == "stored"
-    y = residual.run(modules, x, (), {}, how.method(depth), stored, backend=backend)
+    depth = len(modules) - (options.scheme == "heun")
+    stored, combine = options.backward == "stored", REGISTRY[backend].combine
+    y = function.run(modules, x, (), {}, options.method(depth), stored, combine)
     outputs, states = (t if isinstance(t, tuple) else (t,) for t in (y, x))
     inputs = [*states, *(p for module in modules for p in module.parameters())]
     return (*outputs, *torch.autograd.grad(outputs, inputs, outputs))
@@ -325,17 +328,19 @@ def test_stages_of_modules(
         )
     for t in x if isinstance(x, tuple) else (x,):
         t.requires_grad_()
-    how = How(scheme=scheme, **options)
-    expected = run_modules(modules, x, how, "reference")
+    checked = Options(scheme=scheme, **options)
+    expected = run_modules(modules, x, checked, "reference")
     assert not launches
-    torch.testing.assert_close(run_modules(modules, x, how, provider.name), expected)
-    assert bool(launches) == (how.backward != "stored")
+    torch.testing.assert_close(run_modules(modules, x, checked, provider.name), expected)
+    assert bool(launches) == (checked.backward != "stored")
 
 
 def test_stages_of_half_precision_modules(provider: Provider, launches: list[str]) -> None:
     modules: list[nn.Module] = [nn.Linear(4, 4, dtype=torch.bfloat16) for _ in range(3)]
     x = torch.randn(2, 4, dtype=torch.bfloat16, requires_grad=True)
-    results = [run_modules(modules, x, How(), backend) for backend in (provider.name, "reference")]
+    results = [
+        run_modules(modules, x, Options(), backend) for backend in (provider.name, "reference")
+    ]
     torch.testing.assert_close(*results)
     assert launches
 
@@ -354,10 +359,10 @@ def test_who_updates_the_states_of_modules(
     x, g = torch.randn(2, 4, 3)
     results = []
     for backend in ("reference", provider.name):
-        made = rk.ResidualStage(modules, backward=backward, backend=backend)
-        results.append(gradients(made, x, g))
+        stage = rk.ResidualStage(modules, backward=backward, backend=backend)
+        results.append(gradients(stage, x, g))
         assert bool(calls) == (backend == provider.name and backward == "adjoint")
     torch.testing.assert_close(*results)
     with torch.no_grad():
-        made(x)
+        stage(x)
     assert calls

@@ -91,22 +91,22 @@ def test_images_of_any_size_become_logits(which: str) -> None:
 # --------------------------------------------------------------------------------------- the step
 
 
-@pytest.mark.parametrize("how", [{}, {"step": 1.0}, {"scheme": "heun"}], ids=name)
+@pytest.mark.parametrize("options", [{}, {"step": 1.0}, {"scheme": "heun"}], ids=name)
 @pytest.mark.parametrize("block", ["basic", "bottleneck"])
 @pytest.mark.parametrize("tied", [False, True])
 def test_a_layer_is_a_projection_and_steps_of_one_nth(
-    how: dict[str, Any], block: str, tied: bool
+    options: dict[str, Any], block: str, tied: bool
 ) -> None:
-    model = ResNet([4, 3], block=block, tied=tied, **SMALL, **how).double()
+    model = ResNet([4, 3], block=block, tied=tied, **SMALL, **options).double()
     x = model.stem(torch.randn(2, 3, 8, 8, dtype=torch.float64))
     for layer, blocks in zip(model.layers, (4, 3), strict=True):
         y = layer(x)
         x = layer.shortcut(x) + layer.first(x)
-        f, h = layer.stage.blocks, how.get("step", 1 / (blocks - 1))
+        f, h = layer.stage.blocks, options.get("step", 1 / (blocks - 1))
         for n in range(blocks - 1):
             i, j = (0, 0) if tied else (n, n + 1)
             a = f[i](x)
-            if "scheme" in how:
+            if "scheme" in options:
                 a = (a + f[j](x + h * a)) / 2
             x = x + h * a
         torch.testing.assert_close(y, x)
@@ -114,10 +114,14 @@ def test_a_layer_is_a_projection_and_steps_of_one_nth(
 
 def test_options_reach_every_stage_and_can_be_changed_for_one() -> None:
     model = ResNet([2, 2, 2], reverse="paper", **SMALL)
-    assert [layer.stage.how.reverse for layer in model.layers] == ["paper"] * 3
+    assert [layer.stage.options.reverse for layer in model.layers] == ["paper"] * 3
     model.layer3.stage.configure(reverse="predicted")
-    assert [layer.stage.how.reverse for layer in model.layers] == ["paper", "paper", "predicted"]
-    assert SimpleResNet(2, scheme="heun").stage.how.scheme == "heun"
+    assert [layer.stage.options.reverse for layer in model.layers] == [
+        "paper",
+        "paper",
+        "predicted",
+    ]
+    assert SimpleResNet(2, scheme="heun").stage.options.scheme == "heun"
 
 
 # ------------------------------------------------------------------------------- ordinary modules

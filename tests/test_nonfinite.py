@@ -23,6 +23,7 @@ from torch import Tensor, nn
 import resode_kernels as rk
 from resode_kernels import nonfinite, reference
 from resode_kernels.backends import cuda
+from resode_kernels.options import Options
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 BACKENDS = [pytest.param("cpp", marks=pytest.mark.needs_cpp), "reference", "cuda", "triton"]
@@ -75,19 +76,19 @@ def kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> dic
 
 
 def exploding(
-    block: str, c: float | list[float] | None = None, depth: int = DEPTH, **how: Any
+    block: str, c: float | list[float] | None = None, depth: int = DEPTH, **options: Any
 ) -> rk.Stage:
     """f_n(x) = −c_n x. ``conv``: for images whose second channel is minus the first."""
-    how = {"step": 1.0, **how}
+    options = {"step": 1.0, **options}
     if block == "linear":
-        stage: rk.Stage = rk.LinearStage(3, depth, device=DEVICE, **how)
+        stage: rk.Stage = rk.LinearStage(3, depth, device=DEVICE, **options)
     elif block == "relu":
-        stage = rk.MLPStage(3, 6, depth, "relu", device=DEVICE, **how)
+        stage = rk.MLPStage(3, 6, depth, "relu", device=DEVICE, **options)
     elif block == "conv":
-        stage = rk.ConvStage(2, depth, device=DEVICE, **how).eval()
+        stage = rk.ConvStage(2, depth, device=DEVICE, **options).eval()
     else:
-        blocks = [Scaled() for _ in range(rk.How(**how).blocks(depth))]
-        stage = rk.ResidualStage(blocks, **how).to(DEVICE)
+        blocks = [Scaled() for _ in range(Options(**options).blocks(depth))]
+        stage = rk.ResidualStage(blocks, **options).to(DEVICE)
     eye = torch.eye(3)
     with torch.no_grad():
         for n, factor in enumerate(factors(stage, c)):
@@ -113,7 +114,7 @@ def exploding(
 def factors(stage: rk.Stage, c: float | list[float] | None) -> list[float]:
     """The c of every block."""
     if c is None:
-        return [STEEP[stage.how.scheme][n % 2] for n in range(stage.num_blocks)]
+        return [STEEP[stage.options.scheme][n % 2] for n in range(stage.num_blocks)]
     return c if isinstance(c, list) else [c] * stage.num_blocks
 
 
@@ -144,7 +145,7 @@ def inputs(block: str, value: float = LARGE, rows: int = ROWS, **_: Any) -> Tens
 def exploded_at(stage: rk.Stage, c: float | list[float] | None = None, value: float = LARGE) -> int:
     """The first point on the way back that float32 cannot hold, by a walk of the specification with
     one number in float64, where nothing overflows."""
-    method = stage.how.method(stage.depth)
+    method = stage.options.method(stage.depth)
     one = torch.ones(1, 1, dtype=torch.float64)
     blocks = [reference.Linear(-factor * one) for factor in factors(stage, c)]
     scheme = reference.SCHEMES[method.scheme](blocks, method.step)
@@ -456,14 +457,14 @@ def test_products_that_float16_cannot_hold(backend: str) -> None:
 
 
 def test_nobody_waits_for_a_gpu_whose_stream_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
-    method = rk.How().method(3)
+    method = Options().method(3)
     state: Any = SimpleNamespace(is_meta=False, is_cuda=True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    assert nonfinite.looked_for(method, state)
+    assert nonfinite.is_checked(method, state)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    assert not nonfinite.looked_for(method, state)
-    assert nonfinite.looked_for(method, torch.ones(2))
-    assert not nonfinite.looked_for(rk.How(nonfinite="ignore").method(3), torch.ones(2))
+    assert not nonfinite.is_checked(method, state)
+    assert nonfinite.is_checked(method, torch.ones(2))
+    assert not nonfinite.is_checked(Options(nonfinite="ignore").method(3), torch.ones(2))
 
 
 def test_gradients_of_an_ordinary_stage_are_silent(backend: str, nan_memory: None) -> None:

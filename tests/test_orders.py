@@ -52,9 +52,9 @@ def weights(kind: str, blocks: int, *shape: int, scale: float) -> torch.Tensor:
     return (1 - t) * first + t * last
 
 
-def network(kind: str, depth: int, scheme: str, **how: object) -> rk.MLPStage:
+def network(kind: str, depth: int, scheme: str, **options: object) -> rk.MLPStage:
     stage = rk.MLPStage(
-        DIM, DIM, depth, tied=kind == "tied", scheme=scheme, dtype=torch.float64, **how
+        DIM, DIM, depth, tied=kind == "tied", scheme=scheme, dtype=torch.float64, **options
     )
     with torch.no_grad():
         stage.w1.copy_(weights(kind, stage.num_blocks, DIM, DIM, scale=DIM**-0.5))

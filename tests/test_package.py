@@ -19,8 +19,8 @@ import torch
 import resode_kernels as rk
 from resode_kernels import backends, info
 from resode_kernels.backends import cpp, cuda, native
-from resode_kernels.options import How
-from resode_kernels.problem import Problem
+from resode_kernels.fused.problem import Problem
+from resode_kernels.options import Options
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -74,7 +74,7 @@ def test_narrow_stages_get_vectors_that_they_fill() -> None:
 
     def picked(dim: int, dtype: torch.dtype = torch.float32) -> str:
         parameters = [torch.zeros(4, dim, dim, dtype=dtype)]
-        problem = Problem("linear", "identity", tuple(parameters), How().method(4))
+        problem = Problem("linear", "identity", tuple(parameters), Options().method(4))
         x = torch.zeros(8, dim, dtype=dtype)
         return str(cpp._C.picked(native.stage_of(cpp._C, problem, parameters, x)))
 

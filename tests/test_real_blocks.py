@@ -116,10 +116,12 @@ class Stack(nn.Module):
         return x
 
 
-def twins(make: Callable[[], nn.Module], depth: int, **how: Any) -> tuple[rk.ResidualStage, Stack]:
+def twins(
+    make: Callable[[], nn.Module], depth: int, **options: Any
+) -> tuple[rk.ResidualStage, Stack]:
     layers = [make().double() for _ in range(depth)]
     branches = [rk.residual_branch(copy.deepcopy(layer)) for layer in layers]
-    return rk.ResidualStage(branches, step=1.0, **how), Stack(layers)
+    return rk.ResidualStage(branches, step=1.0, **options), Stack(layers)
 
 
 def same(a: dict[str, Tensor], b: dict[str, Tensor], **tolerance: float) -> None:

@@ -27,10 +27,10 @@ def blocks(count: int) -> list[nn.Module]:
     return [mlp() for _ in range(count)]
 
 
-def mlp_twin(stage: rk.ResidualStage, **how: Any) -> rk.MLPStage:
+def mlp_twin(stage: rk.ResidualStage, **options: Any) -> rk.MLPStage:
     """An MLP stage with the weights of a stage of modules: where the kernels were built, another
     implementation of the same algorithm."""
-    twin = rk.MLPStage(6, 8, stage.depth, tied=stage.tied, dtype=torch.float64, **how)
+    twin = rk.MLPStage(6, 8, stage.depth, tied=stage.tied, dtype=torch.float64, **options)
     with torch.no_grad():
         for n, (first, _, second) in enumerate(stage.blocks):
             twin.w1[n], twin.b1[n] = first.weight, first.bias
@@ -42,23 +42,23 @@ def mlp_twin(stage: rk.ResidualStage, **how: Any) -> rk.MLPStage:
 @pytest.mark.parametrize("scheme", ["euler", "heun"])
 @pytest.mark.parametrize("tied", [False, True])
 def test_equal_to_the_mlp_stage(scheme: str, tied: bool, options: dict[str, Any]) -> None:
-    how = {"scheme": scheme, **options}
+    options = {"scheme": scheme, **options}
     if tied:
-        stage = rk.ResidualStage(mlp(), depth=7, **how)
+        stage = rk.ResidualStage(mlp(), depth=7, **options)
     else:
-        stage = rk.ResidualStage(blocks(7 + (scheme == "heun")), **how)
+        stage = rk.ResidualStage(blocks(7 + (scheme == "heun")), **options)
     x, g = torch.randn(2, 4, 6, dtype=torch.float64)
     y, gx, *grads = gradients(stage, x, g)
-    expected_y, expected_gx, *expected = gradients(mlp_twin(stage, **how), x, g)
+    expected_y, expected_gx, *expected = gradients(mlp_twin(stage, **options), x, g)
     torch.testing.assert_close((y, gx), (expected_y, expected_gx), rtol=1e-12, atol=1e-13)
     for i, stacked in enumerate(expected):  # w1, b1, w2, b2
         torch.testing.assert_close(torch.stack(grads[i::4]), stacked, rtol=1e-12, atol=1e-13)
 
 
-@pytest.mark.parametrize("how", EXACT, ids=name)
+@pytest.mark.parametrize("options", EXACT, ids=name)
 @pytest.mark.parametrize("scheme", ["euler", "heun"])
-def test_exact_modes_pass_gradcheck(scheme: str, how: dict[str, Any]) -> None:
-    stage = rk.ResidualStage(blocks(5), scheme=scheme, **how)
+def test_exact_modes_pass_gradcheck(scheme: str, options: dict[str, Any]) -> None:
+    stage = rk.ResidualStage(blocks(5), scheme=scheme, **options)
     x = torch.randn(2, 6, dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradcheck(lambda x, *_: stage(x), (x, *stage.parameters()))
 
@@ -79,7 +79,7 @@ def test_step_one_is_the_classical_residual_network() -> None:
 
 
 @pytest.mark.parametrize(
-    ("scheme", "how", "order"),
+    ("scheme", "options", "order"),
     [
         ("euler", {"reverse": "paper"}, 1),
         ("euler", {"reverse": "refined"}, 2),
@@ -89,13 +89,13 @@ def test_step_one_is_the_classical_residual_network() -> None:
     ids=str,
 )
 def test_gradient_error_falls_at_the_promised_rate(
-    scheme: str, how: dict[str, Any], order: int
+    scheme: str, options: dict[str, Any], order: int
 ) -> None:
     block = nn.Sequential(nn.LayerNorm(6), nn.Linear(6, 12), nn.GELU(), nn.Linear(12, 6)).double()
     x, g = torch.randn(2, 16, 6, dtype=torch.float64)
 
     def error(depth: int) -> float:
-        stage = rk.ResidualStage([block], depth=depth, scheme=scheme, **how)
+        stage = rk.ResidualStage([block], depth=depth, scheme=scheme, **options)
         adjoint = torch.cat([t.flatten() for t in gradients(stage, x, g)[2:]])
         exact = gradients(stage.configure(backward="stored"), x, g)[2:]
         return relative_error(adjoint, torch.cat([t.flatten() for t in exact]))
@@ -118,14 +118,14 @@ def test_reconstruction_evaluates_no_more_than_promised() -> None:
             Counted.count += 1
             return self.weight * x * (torch.rand(()) if self.noisy else 1)
 
-    def per_step(tied: bool, noisy: bool = False, **how: Any) -> float:
+    def per_step(tied: bool, noisy: bool = False, **options: Any) -> float:
         counts = []
         for depth in (20, 30):
-            extra = how.get("scheme") == "heun"
+            extra = options.get("scheme") == "heun"
             stage = (
-                rk.ResidualStage(Counted(noisy), depth=depth, **how)
+                rk.ResidualStage(Counted(noisy), depth=depth, **options)
                 if tied
-                else rk.ResidualStage([Counted(noisy) for _ in range(depth + extra)], **how)
+                else rk.ResidualStage([Counted(noisy) for _ in range(depth + extra)], **options)
             )
             Counted.count = 0
             stage(torch.ones(3)).sum().backward()
@@ -161,10 +161,12 @@ class Conditioned(nn.Module):
         return (2 if twice else 1) * y.masked_fill(mask, 0)
 
 
-@pytest.mark.parametrize("how", [PRECISE, {"backward": "checkpoint", "step": 0.05}], ids=name)
+@pytest.mark.parametrize("options", [PRECISE, {"backward": "checkpoint", "step": 0.05}], ids=name)
 @pytest.mark.parametrize("scheme", ["euler", "heun"])
-def test_arguments_reach_every_block_and_get_gradients(scheme: str, how: dict[str, Any]) -> None:
-    stage = rk.ResidualStage([Conditioned() for _ in range(5)], scheme=scheme, **how)
+def test_arguments_reach_every_block_and_get_gradients(
+    scheme: str, options: dict[str, Any]
+) -> None:
+    stage = rk.ResidualStage([Conditioned() for _ in range(5)], scheme=scheme, **options)
     x = torch.randn(4, 6, dtype=torch.float64)
     scale, shift = (torch.randn(6, dtype=torch.float64, requires_grad=True) for _ in range(2))
     mask = torch.rand(4, 6) < 0.3
@@ -199,11 +201,11 @@ class Split(nn.Module):
         return self.block(torch.cat(halves, -1)).split((2, 4), -1)
 
 
-@pytest.mark.parametrize("how", RULES, ids=name)
+@pytest.mark.parametrize("options", RULES, ids=name)
 @pytest.mark.parametrize("scheme", ["euler", "heun"])
-def test_states_may_be_tuples(scheme: str, how: dict[str, Any]) -> None:
-    stage = rk.ResidualStage(blocks(7), scheme=scheme, **how)
-    split = rk.ResidualStage([Split(block) for block in stage.blocks], scheme=scheme, **how)
+def test_states_may_be_tuples(scheme: str, options: dict[str, Any]) -> None:
+    stage = rk.ResidualStage(blocks(7), scheme=scheme, **options)
+    split = rk.ResidualStage([Split(block) for block in stage.blocks], scheme=scheme, **options)
     x, g = torch.randn(2, 4, 6, dtype=torch.float64)
     y, gx, *expected = gradients(stage, x, g)
     halves = tuple(half.clone().requires_grad_() for half in x.split((2, 4), -1))
@@ -227,9 +229,9 @@ class Coupled(nn.Module):
         return torch.tanh(self.a(p)) + q.mean().float(), torch.sin(self.b(q))
 
 
-@pytest.mark.parametrize("how", [PRECISE, {"backward": "checkpoint", "step": 0.05}], ids=name)
-def test_tuples_may_mix_shapes_and_dtypes(how: dict[str, Any]) -> None:
-    stage = rk.ResidualStage([Coupled() for _ in range(4)], **how)
+@pytest.mark.parametrize("options", [PRECISE, {"backward": "checkpoint", "step": 0.05}], ids=name)
+def test_tuples_may_mix_shapes_and_dtypes(options: dict[str, Any]) -> None:
+    stage = rk.ResidualStage([Coupled() for _ in range(4)], **options)
     p = torch.randn(2, 4, requires_grad=True)
     q = torch.randn(5, 3, dtype=torch.float64, requires_grad=True)
 
@@ -282,9 +284,12 @@ def test_ways_to_give_blocks() -> None:
 def test_the_function_is_the_module() -> None:
     modules = blocks(4)
     x = torch.randn(2, 6, dtype=torch.float64)
-    for how in ({}, {"scheme": "heun", "step": 0.5}, {"backward": "stored"}):
+    for options in ({}, {"scheme": "heun", "step": 0.5}, {"backward": "stored"}):
         torch.testing.assert_close(
-            residual_stage(modules, x, **how), rk.ResidualStage(modules, **how)(x), rtol=0, atol=0
+            residual_stage(modules, x, **options),
+            rk.ResidualStage(modules, **options)(x),
+            rtol=0,
+            atol=0,
         )
     torch.testing.assert_close(
         residual_stage(modules[0], x, depth=9), rk.ResidualStage(modules[0], depth=9)(x)

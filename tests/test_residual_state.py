@@ -55,7 +55,7 @@ class Outcome:
 def compare(
     make: Callable[[], nn.Module],
     x: Tensor,
-    how: dict[str, Any],
+    options: dict[str, Any],
     scheme: str,
     *,
     steps: int = 2,
@@ -64,7 +64,7 @@ def compare(
     train: bool = True,
 ) -> None:
     """Some training steps leave the same numbers and the same state as standard training."""
-    stage = rk.ResidualStage([make() for _ in range(count)], scheme=scheme, **how)
+    stage = rk.ResidualStage([make() for _ in range(count)], scheme=scheme, **options)
     stage = stage.to(x.dtype).train(train)
     twin = copy.deepcopy(stage)
     for _ in range(steps):
@@ -90,13 +90,13 @@ def conv_bn() -> nn.Module:
     )
 
 
-@pytest.mark.parametrize("how", ADJOINT, ids=name)
+@pytest.mark.parametrize("options", ADJOINT, ids=name)
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_running_statistics_move_once_per_forward_evaluation(
-    how: dict[str, Any], scheme: str
+    options: dict[str, Any], scheme: str
 ) -> None:
     x = torch.randn(4, 3, 5, 5, dtype=torch.float64)
-    compare(conv_bn, x, how, scheme, exact=how in EXACT)
+    compare(conv_bn, x, options, scheme, exact=options in EXACT)
 
 
 def test_running_statistics_without_a_counter_move_once() -> None:
@@ -131,9 +131,9 @@ def test_modes_are_kept_block_by_block(scheme: str) -> None:
     assert [m.training for m in stage.modules()] == modes
 
 
-@pytest.mark.parametrize("how", EXACT, ids=name)
-def test_the_backward_pass_uses_the_mode_of_the_forward_pass(how: dict[str, Any]) -> None:
-    stage = rk.ResidualStage([conv_bn() for _ in range(4)], **how).double()
+@pytest.mark.parametrize("options", EXACT, ids=name)
+def test_the_backward_pass_uses_the_mode_of_the_forward_pass(options: dict[str, Any]) -> None:
+    stage = rk.ResidualStage([conv_bn() for _ in range(4)], **options).double()
     x = torch.randn(4, 3, 5, 5, dtype=torch.float64, requires_grad=True)
     with_training = torch.autograd.grad(stage(x).sin().sum(), x)
     y = stage(x)
@@ -162,16 +162,16 @@ class Counter(nn.Module):
         return torch.tanh(self.linear(x) / self.calls.clone()) * self.mask
 
 
-@pytest.mark.parametrize("how", EXACT, ids=name)
+@pytest.mark.parametrize("options", EXACT, ids=name)
 @pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize("in_place", [True, False])
 @pytest.mark.parametrize("tied", [True, False])
 def test_buffers_that_a_block_reads_and_changes_are_replayed(
-    how: dict[str, Any], scheme: str, in_place: bool, tied: bool
+    options: dict[str, Any], scheme: str, in_place: bool, tied: bool
 ) -> None:
     x = torch.randn(3, 6, dtype=torch.float64)
     shared = Counter(in_place)
-    compare(lambda: shared if tied else Counter(in_place), x, how, scheme)
+    compare(lambda: shared if tied else Counter(in_place), x, options, scheme)
 
 
 # --------------------------------------------------------------------------------- random numbers
@@ -192,16 +192,16 @@ class Noise(nn.Module):
         return torch.tanh(self.linear(x)) * torch.randn_like(x)
 
 
-@pytest.mark.parametrize("how", ADJOINT, ids=name)
+@pytest.mark.parametrize("options", ADJOINT, ids=name)
 @pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize("make", [dropout, Noise])
 @pytest.mark.parametrize("tied", [True, False])
 def test_randomness_replays_and_leaves_the_stream_as_standard_training(
-    make: Callable[[], nn.Module], how: dict[str, Any], scheme: str, tied: bool
+    make: Callable[[], nn.Module], options: dict[str, Any], scheme: str, tied: bool
 ) -> None:
     x = torch.randn(3, 6, dtype=torch.float64)
     shared = make()
-    compare(lambda: shared if tied else make(), x, how, scheme, exact=how in EXACT)
+    compare(lambda: shared if tied else make(), x, options, scheme, exact=options in EXACT)
 
 
 def test_generator_states_are_kept_only_where_randomness_was_used() -> None:
@@ -273,8 +273,8 @@ def mlp() -> nn.Module:
     return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 6)).double()
 
 
-def small_stage(**how: Any) -> rk.ResidualStage:
-    return rk.ResidualStage([mlp() for _ in range(5)], **{**PRECISE, **how})
+def small_stage(**options: Any) -> rk.ResidualStage:
+    return rk.ResidualStage([mlp() for _ in range(5)], **{**PRECISE, **options})
 
 
 def exact_gradients(stage: rk.ResidualStage, x: Tensor, wanted: list[Tensor]) -> Any:
@@ -295,13 +295,13 @@ def test_gradients_accumulate_and_graphs_can_be_retained() -> None:
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
-@pytest.mark.parametrize("how", EXACT, ids=name)
+@pytest.mark.parametrize("options", EXACT, ids=name)
 @pytest.mark.parametrize("trained", [{0}, {2}, {4}, {1, 3}, set()], ids=str)
 @pytest.mark.parametrize("x_too", [True, False])
 def test_frozen_parameters_and_inputs_cost_nothing(
-    how: dict[str, Any], scheme: str, trained: set[int], x_too: bool
+    options: dict[str, Any], scheme: str, trained: set[int], x_too: bool
 ) -> None:
-    stage = rk.ResidualStage([mlp() for _ in range(5)], scheme=scheme, **how)
+    stage = rk.ResidualStage([mlp() for _ in range(5)], scheme=scheme, **options)
     for n, block in enumerate(stage.blocks):
         block.requires_grad_(n in trained)
     x = torch.randn(4, 6, dtype=torch.float64, requires_grad=x_too)
@@ -318,7 +318,7 @@ def test_frozen_parameters_and_inputs_cost_nothing(
         )
     got = torch.autograd.grad(y.sin().sum(), wanted)
     torch.testing.assert_close(got, expected, rtol=1e-9, atol=1e-11)
-    if not x_too and how is PRECISE:  # no further back than the first block that is trained
+    if not x_too and options is PRECISE:  # no further back than the first block that is trained
         end = max(0, min(trained) - (scheme == "heun"))
         assert min(n for n, _ in calls) == end
         assert not any(wrt_x for n, wrt_x in calls if n == end)
@@ -342,14 +342,14 @@ def test_unused_parameters_get_no_gradient() -> None:
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
-@pytest.mark.parametrize("how", EXACT, ids=name)
-def test_parameters_shared_between_blocks_sum(how: dict[str, Any], scheme: str) -> None:
+@pytest.mark.parametrize("options", EXACT, ids=name)
+def test_parameters_shared_between_blocks_sum(options: dict[str, Any], scheme: str) -> None:
     shared = nn.Linear(6, 6).double()
     blocks = [nn.Sequential(mlp(), shared, nn.Tanh()) for _ in range(3)]
     blocks.append(blocks[0])  # and a whole block twice
     blocks[1][0][2].weight = blocks[1][0][2].weight  # same name again: nothing new
     blocks[2][0][2].bias = shared.bias  # one parameter in two places of one block
-    stage = rk.ResidualStage(blocks, scheme=scheme, **how)
+    stage = rk.ResidualStage(blocks, scheme=scheme, **options)
     x = torch.randn(4, 6, dtype=torch.float64, requires_grad=True)
     wanted = [x, *stage.parameters()]
     got = torch.autograd.grad(stage(x).sin().sum(), wanted)
@@ -414,9 +414,9 @@ def test_overwriting_the_output_is_noticed() -> None:
         y.sum().backward()
 
 
-@pytest.mark.parametrize("how", [{}, {"backward": "checkpoint"}], ids=name)
-def test_double_backward_is_refused(how: dict[str, Any]) -> None:
-    stage = small_stage(**how)
+@pytest.mark.parametrize("options", [{}, {"backward": "checkpoint"}], ids=name)
+def test_double_backward_is_refused(options: dict[str, Any]) -> None:
+    stage = small_stage(**options)
     x = torch.randn(4, 6, dtype=torch.float64, requires_grad=True)
     weight = stage.blocks[0][0].weight
     for gradient in torch.autograd.grad(stage(x).sum(), [x, weight], create_graph=True):
@@ -439,8 +439,10 @@ def test_without_grad_nothing_is_saved() -> None:
     assert not stage(x).requires_grad
 
 
-@pytest.mark.parametrize("how", [*EXACT, {"backward": "stored"}], ids=name)
-def test_a_tensor_that_is_not_an_argument_does_not_lose_its_gradient(how: dict[str, Any]) -> None:
+@pytest.mark.parametrize("options", [*EXACT, {"backward": "stored"}], ids=name)
+def test_a_tensor_that_is_not_an_argument_does_not_lose_its_gradient(
+    options: dict[str, Any],
+) -> None:
     scale = torch.ones(6, dtype=torch.float64, requires_grad=True)
 
     class Closure(nn.Module):
@@ -451,12 +453,12 @@ def test_a_tensor_that_is_not_an_argument_does_not_lose_its_gradient(how: dict[s
         def forward(self, x: Tensor) -> Tensor:
             return self.linear(x) * self.scale
 
-    stage = rk.ResidualStage([Closure() for _ in range(3)], **how)
+    stage = rk.ResidualStage([Closure() for _ in range(3)], **options)
     x = torch.randn(4, 6, dtype=torch.float64)
     for block in stage.blocks:
         block.scale = scale * 2
     loss = stage(x).sum()
-    if how == {"backward": "stored"}:
+    if options == {"backward": "stored"}:
         loss.backward()
         assert scale.grad.abs().min() > 0
         return
@@ -543,12 +545,14 @@ KINDS = {
 
 @pytest.mark.filterwarnings("ignore:.*weight_norm.*:FutureWarning")
 @pytest.mark.parametrize("scheme", SCHEMES)
-@pytest.mark.parametrize("how", EXACT, ids=name)
+@pytest.mark.parametrize("options", EXACT, ids=name)
 @pytest.mark.parametrize("kind", KINDS)
-def test_modules_of_all_kinds(kind: str, how: dict[str, Any], scheme: str) -> None:
-    stages = [rk.ResidualStage([KINDS[kind]() for _ in range(4)], scheme=scheme, **how).double()]
+def test_modules_of_all_kinds(kind: str, options: dict[str, Any], scheme: str) -> None:
+    stages = [
+        rk.ResidualStage([KINDS[kind]() for _ in range(4)], scheme=scheme, **options).double()
+    ]
     stages.append(
-        rk.ResidualStage([KINDS[kind]() for _ in range(4)], scheme=scheme, **how).double()
+        rk.ResidualStage([KINDS[kind]() for _ in range(4)], scheme=scheme, **options).double()
     )
     stage, twin = stages
     twin.load_state_dict(stage.state_dict())
@@ -563,12 +567,12 @@ def test_modules_of_all_kinds(kind: str, how: dict[str, Any], scheme: str) -> No
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
-@pytest.mark.parametrize("how", EXACT, ids=name)
-def test_checkpoints_inside_blocks(how: dict[str, Any], scheme: str) -> None:
-    stage = rk.ResidualStage([Checkpointed() for _ in range(4)], scheme=scheme, **how).double()
+@pytest.mark.parametrize("options", EXACT, ids=name)
+def test_checkpoints_inside_blocks(options: dict[str, Any], scheme: str) -> None:
+    stage = rk.ResidualStage([Checkpointed() for _ in range(4)], scheme=scheme, **options).double()
     x = torch.randn(5, 6, dtype=torch.float64)
     got = Outcome(stage, stage, x)
-    twin = rk.ResidualStage([b.inner for b in stage.blocks], scheme=scheme, **how)
+    twin = rk.ResidualStage([b.inner for b in stage.blocks], scheme=scheme, **options)
     expected = Outcome(twin, lambda x: plain(twin, x), x)
     torch.testing.assert_close(got.numbers, expected.numbers, rtol=1e-8, atol=1e-10, equal_nan=True)
     assert str(got.state) == str(got.after_forward)
@@ -613,7 +617,7 @@ def test_state_dict_deepcopy_and_pickle() -> None:
     buffer.seek(0)
     other.load_state_dict(torch.load(buffer))
     for twin in (other, copy.deepcopy(stage), pickle.loads(pickle.dumps(stage))):
-        assert twin.how == stage.how
+        assert twin.options == stage.options
         got = Outcome(twin, twin, x).numbers
         torch.testing.assert_close(got, expected, rtol=0, atol=0)
 
@@ -624,4 +628,4 @@ def test_configure_changes_options_in_place() -> None:
     assert "reverse='predicted'" in repr(stage)
     with pytest.raises(ValueError, match=r"heun.*takes 6 blocks.*has 5"):
         stage.configure(scheme="heun")
-    assert stage.how.scheme == "euler"
+    assert stage.options.scheme == "euler"

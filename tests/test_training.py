@@ -19,19 +19,20 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
 import resode_kernels as rk
+from resode_kernels.options import Options
 
 SCHEMES = ["euler", "heun"]
 DIM, CHANNELS = 6, 4
 
 
-def transformer(*, depth: int, tied: bool, **how: Any) -> rk.ResidualStage:
-    count = 1 if tied else rk.How(scheme=how.get("scheme", "euler")).blocks(depth)
+def transformer(*, depth: int, tied: bool, **options: Any) -> rk.ResidualStage:
+    count = 1 if tied else Options(scheme=options.get("scheme", "euler")).blocks(depth)
     layers = [
         nn.TransformerEncoderLayer(DIM, 2, 8, 0.0, nn.functional.gelu, norm_first=True)
         for _ in range(count)
     ]
     return rk.ResidualStage(
-        [rk.residual_branch(layer) for layer in layers], depth=depth if tied else None, **how
+        [rk.residual_branch(layer) for layer in layers], depth=depth if tied else None, **options
     )
 
 
@@ -51,26 +52,34 @@ class Branch(nn.Module):
         return self.bn(self.conv(torch.tanh(x))) * self.scale * self.mask
 
 
-def modules(*, depth: int, tied: bool, **how: Any) -> rk.ResidualStage:
-    count = 1 if tied else rk.How(scheme=how.get("scheme", "euler")).blocks(depth)
-    return rk.ResidualStage([Branch() for _ in range(count)], depth=depth if tied else None, **how)
+def modules(*, depth: int, tied: bool, **options: Any) -> rk.ResidualStage:
+    count = 1 if tied else Options(scheme=options.get("scheme", "euler")).blocks(depth)
+    return rk.ResidualStage(
+        [Branch() for _ in range(count)], depth=depth if tied else None, **options
+    )
 
 
 MAKE: dict[str, Callable[..., rk.Stage]] = {
-    "mlp": lambda **how: rk.MLPStage(DIM, 9, **how),
-    "mlp-without-bias": lambda **how: rk.MLPStage(DIM, 9, activation="silu", bias=False, **how),
-    "linear": lambda **how: rk.LinearStage(DIM, **how),
-    "conv": lambda **how: rk.ConvStage(CHANNELS, activation="tanh", **how),
-    "bottleneck": lambda **how: rk.ConvStage(8, block="bottleneck", activation="gelu", **how),
+    "mlp": lambda **options: rk.MLPStage(DIM, 9, **options),
+    "mlp-without-bias": lambda **options: rk.MLPStage(
+        DIM, 9, activation="silu", bias=False, **options
+    ),
+    "linear": lambda **options: rk.LinearStage(DIM, **options),
+    "conv": lambda **options: rk.ConvStage(CHANNELS, activation="tanh", **options),
+    "bottleneck": lambda **options: rk.ConvStage(
+        8, block="bottleneck", activation="gelu", **options
+    ),
     "transformer": transformer,
     "modules": modules,
 }
 SHAPES = {"conv": (3, CHANNELS, 4, 4), "bottleneck": (3, 8, 4, 4), "modules": (3, CHANNELS, 4, 4)}
 
 
-def make(kind: str, depth: int, scheme: str = "euler", tied: bool = False, **how: Any) -> rk.Stage:
+def make(
+    kind: str, depth: int, scheme: str = "euler", tied: bool = False, **options: Any
+) -> rk.Stage:
     """In float64, with normalizations that have statistics of their own."""
-    stage = MAKE[kind](depth=depth, scheme=scheme, tied=tied, **how).double()
+    stage = MAKE[kind](depth=depth, scheme=scheme, tied=tied, **options).double()
     with torch.no_grad():
         for module in stage.modules():
             if isinstance(module, nn.BatchNorm2d):
@@ -98,7 +107,7 @@ def assert_same_block(a: dict[str, Tensor], b: dict[str, Tensor]) -> None:
 @torch.no_grad()
 def smooth(stage: rk.Stage) -> rk.Stage:
     """With weights sin and cos of depth, at the places where blocks are."""
-    heun = stage.how.scheme == "heun"
+    heun = stage.options.scheme == "heun"
     for n, block in enumerate(blocks(stage)):
         s = n / stage.depth if heun else (n + 0.5) / stage.depth
         generator = torch.Generator().manual_seed(0)
@@ -131,11 +140,11 @@ def test_untying_changes_no_bit_of_the_function(
 
 @pytest.mark.parametrize("kind", MAKE)
 @pytest.mark.parametrize("scheme", SCHEMES)
-@pytest.mark.parametrize("how", RULES, ids=name)
+@pytest.mark.parametrize("options", RULES, ids=name)
 def test_gradients_of_the_copies_add_up_to_the_tied_one(
-    kind: str, scheme: str, how: dict[str, Any]
+    kind: str, scheme: str, options: dict[str, Any]
 ) -> None:
-    tied = make(kind, 5, scheme, tied=True, **how)
+    tied = make(kind, 5, scheme, tied=True, **options)
     untied = rk.untie(tied)
     x, g = batch(kind), batch(kind)
     for stage in (tied, untied):
@@ -381,10 +390,10 @@ def test_linear_needs_blocks_of_one_structure() -> None:
 @pytest.mark.parametrize("tied", [True, False])
 def test_the_integration_time_stays(kind: str, tied: bool) -> None:
     stage = make(kind, 4, tied=tied, step=0.5)
-    assert rk.deepen(stage, 16).how.step == 0.125
-    assert rk.deepen(stage, 2).how.step == 1.0
-    assert rk.deepen(make(kind, 4, tied=tied), 16).how.step is None
-    assert rk.untie(stage).how == stage.how
+    assert rk.deepen(stage, 16).options.step == 0.125
+    assert rk.deepen(stage, 2).options.step == 1.0
+    assert rk.deepen(make(kind, 4, tied=tied), 16).options.step is None
+    assert rk.untie(stage).options == stage.options
 
 
 CHANGES: dict[str, Callable[[rk.Stage], rk.Stage]] = {
@@ -410,11 +419,11 @@ def each_change(test: Callable[..., None]) -> Callable[..., None]:
 def test_options_and_class_are_kept(
     kind: str, tied: bool, change: Callable[[rk.Stage], rk.Stage]
 ) -> None:
-    how = {"scheme": "heun", "reverse": "predicted", "order": 3, "anchor_every": 2}
-    stage = make(kind, 4, tied=tied, **how)
+    options = {"scheme": "heun", "reverse": "predicted", "order": 3, "anchor_every": 2}
+    stage = make(kind, 4, tied=tied, **options)
     new = change(stage)
     assert type(new) is type(stage)
-    assert new.how == stage.how
+    assert new.options == stage.options
 
 
 @each_change

@@ -12,8 +12,8 @@ import torch
 from helpers import (
     RULES,
     assert_as_accurate_as_pytorch,
-    by,
     gradients,
+    gradients_by,
     make_stage,
     problem_of,
     relative_error,
@@ -30,10 +30,10 @@ import triton.language as tl
 
 from resode_kernels.backends.triton import device as devices
 from resode_kernels.backends.triton import fused, plan, stage, tiles, tuning
-from resode_kernels.backends.triton.form import Tile
+from resode_kernels.backends.triton.spec import Tile
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-TRITON = by("triton")
+TRITON = gradients_by("triton")
 # Not a whole tile, more hidden units than a chunk, nothing a power of two. The interpreter takes
 # 50 µs for an operation on a tile, so there is no more than needed.
 ROWS, DIM, HIDDEN, DEPTH = 13, 11, 18, 4
@@ -51,42 +51,44 @@ def stage_of(block: str, *sizes: int, **options: Any) -> rk.Stage:
 
 
 def test_a_problem_too_wide_for_a_tile_runs_layer_by_layer(nan_memory: None) -> None:
-    made = stage_of("tanh", 130, 9, 2)
-    assert fused.layout(problem_of(made), torch.empty(5, 130), reverse=True) is None
-    assert_as_accurate_as_pytorch(made, *inputs(5, 130), TRITON)
+    tested = stage_of("tanh", 130, 9, 2)
+    assert fused.layout(problem_of(tested), torch.empty(5, 130), reverse=True) is None
+    assert_as_accurate_as_pytorch(tested, *inputs(5, 130), TRITON)
 
 
 def test_shared_memory_limits_the_tiles() -> None:
-    form = plan.form_of(problem_of(stage_of("tanh", 128, 128, 2)))
+    spec = plan.spec_of(problem_of(stage_of("tanh", 128, 128, 2)))
     a100 = devices.Device("cuda:80", 32, 108, 166_912, 40 << 20)
-    assert tiles.tiles_of(form._replace(precision="tf32"), a100, 4, reverse=True)
-    needed = [tiles.shared_bytes(tile, form, 4) for tile in tiles.REVERSE[128]]
+    assert tiles.tiles_of(spec._replace(precision="tf32"), a100, 4, reverse=True)
+    needed = [tiles.shared_bytes(tile, spec, 4) for tile in tiles.REVERSE[128]]
     assert len(set(needed)) > 1
     tight = a100._replace(shared=min(needed))
-    few = tiles.tiles_of(form._replace(precision="tf32"), tight, 4, reverse=True)
+    few = tiles.tiles_of(spec._replace(precision="tf32"), tight, 4, reverse=True)
     assert 0 < len(few) < len(needed)
     none = a100._replace(shared=min(needed) - 1)
-    assert tiles.tiles_of(form._replace(precision="tf32"), none, 4, reverse=True) == ()
+    assert tiles.tiles_of(spec._replace(precision="tf32"), none, 4, reverse=True) == ()
 
 
 def test_partial_sums_fit_the_cache() -> None:
     """Their number is bounded by the device, not by the batch or the depth."""
-    made = stage_of("tanh", 64, 64, 300)
-    problem = problem_of(made)
+    tested = stage_of("tanh", 64, 64, 300)
+    problem = problem_of(tested)
     h100 = devices.Device("cuda:90", 32, 132, 232_448, 50 << 20)
     for rows in (100, 10_000, 1_000_000):
-        layout = plan.plan_of(problem, h100, rows, plan.form_of(problem), Tile(32, 32, 256))
-        of_block = 4 * sum(p[0].numel() for p in made.parameters())
+        layout = plan.plan_of(problem, h100, rows, plan.spec_of(problem), Tile(32, 32, 256))
+        of_block = 4 * sum(p[0].numel() for p in tested.parameters())
         assert layout.programs <= h100.processors
         assert layout.programs * layout.steps * of_block <= h100.cache / 2
 
 
 def test_frozen_parameters_cost_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = stage_of("tanh")
-    made.w1.requires_grad_(False)
-    made.b2.requires_grad_(False)
+    tested = stage_of("tanh")
+    tested.w1.requires_grad_(False)
+    tested.b2.requires_grad_(False)
     x, g = inputs()
-    expected = torch.autograd.grad(made.configure(backend="reference")(x), [made.b1, made.w2], g)
+    expected = torch.autograd.grad(
+        tested.configure(backend="reference")(x), [tested.b1, tested.w2], g
+    )
     seen: list[Any] = []
     prepare = fused.Sums.prepare
     monkeypatch.setattr(
@@ -94,7 +96,7 @@ def test_frozen_parameters_cost_nothing(monkeypatch: pytest.MonkeyPatch) -> None
         "prepare",
         lambda sums, *steps: seen.append(sums.partial) or prepare(sums, *steps),
     )
-    result = torch.autograd.grad(made.configure(backend="triton")(x), [made.b1, made.w2], g)
+    result = torch.autograd.grad(tested.configure(backend="triton")(x), [tested.b1, tested.w2], g)
     for k, p in zip(result, expected, strict=True):
         assert relative_error(k, p) < 2e-6
     assert [partial is None for partial in seen[0]] == [True, False, False, True]
@@ -102,16 +104,16 @@ def test_frozen_parameters_cost_nothing(monkeypatch: pytest.MonkeyPatch) -> None
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_gradients_by_atomics(tied: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    made = stage_of("tanh", scheme="heun", tied=tied)
+    tested = stage_of("tanh", scheme="heun", tied=tied)
     x, g = inputs(40)
-    expected = by("reference")(made, x, g)
+    expected = gradients_by("reference")(tested, x, g)
     monkeypatch.setenv("RESODE_ATOMICS", "1")
-    assert plan.form_of(problem_of(made)).atomic
-    for k, p in zip(TRITON(made, x, g), expected, strict=True):
+    assert plan.spec_of(problem_of(tested)).atomic
+    for k, p in zip(TRITON(tested, x, g), expected, strict=True):
         assert relative_error(k, p) < 2e-6
     torch.use_deterministic_algorithms(True)
     try:
-        assert not plan.form_of(problem_of(made)).atomic
+        assert not plan.spec_of(problem_of(tested)).atomic
     finally:
         torch.use_deterministic_algorithms(False)
 
@@ -123,9 +125,9 @@ def where_a_tile_begins(out, tile, rows, S: tl.constexpr):
 
 
 def test_addresses_have_64_bits() -> None:
-    form = plan.form_of(problem_of(stage_of("tanh", 64, 64, 2)))._replace(rows=32, chunk=32)
+    spec = plan.spec_of(problem_of(stage_of("tanh", 64, 64, 2)))._replace(rows=32, chunk=32)
     out = torch.zeros(1, dtype=torch.int64, device=DEVICE)
-    where_a_tile_begins[(1,)](out, 2_000_000, 70_000_000, form)
+    where_a_tile_begins[(1,)](out, 2_000_000, 70_000_000, spec)
     assert out.item() == 2_000_000 * 32 * 64 > 2**31
 
 
@@ -300,12 +302,12 @@ assert any("Triton is not installed" in line for line in info.lines())
 
 
 def test_torch_compile_sees_one_graph() -> None:
-    made = stage_of("tanh", DIM, HIDDEN, 2, backend="triton")
+    tested = stage_of("tanh", DIM, HIDDEN, 2, backend="triton")
     x, g = inputs(5)
-    expected = gradients(made, x, g)
-    compiled = torch.compile(made, fullgraph=True, backend="aot_eager")
+    expected = gradients(tested, x, g)
+    compiled = torch.compile(tested, fullgraph=True, backend="aot_eager")
     x = x.detach().requires_grad_()
     y = compiled(x)
-    result = [y.detach(), *torch.autograd.grad(y, [x, *made.parameters()], g)]
+    result = [y.detach(), *torch.autograd.grad(y, [x, *tested.parameters()], g)]
     for k, p in zip(result, expected, strict=True):
         assert torch.equal(k, p)

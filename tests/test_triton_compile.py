@@ -17,7 +17,7 @@ pytest.importorskip("triton", reason="Triton is not installed")
 from gpu_cases import QUICK, cases
 from targets import TARGETS
 
-from resode_kernels.backends.triton.form import Tile
+from resode_kernels.backends.triton.spec import Tile
 from resode_kernels.backends.triton.tiles import shared_bytes
 
 Row = dict[str, str]
@@ -76,10 +76,10 @@ def test_the_tiles_need_no_more_shared_memory_than_they_are_said_to(rows: list[R
             linear = row["case"].startswith("linear")
             scheme = "heun" if "heun" in row["case"] else "euler"
             tile = Tile(int(row["tile_rows"]), int(row["chunk"]), 0)
-            form = SimpleNamespace(
+            spec = SimpleNamespace(
                 block="linear" if linear else "mlp", scheme=scheme, width=int(row["tile_columns"])
             )
-            assert int(row["shared_bytes"]) <= shared_bytes(tile, form, element), row
+            assert int(row["shared_bytes"]) <= shared_bytes(tile, spec, element), row
             checked += 1
     assert checked > 100
 

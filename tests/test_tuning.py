@@ -36,27 +36,27 @@ class Transformer(nn.Module):
         return result
 
 
-def make(kind: str, depth: int, **how: Any) -> tuple[rk.Stage, tuple[int, ...]]:
+def make(kind: str, depth: int, **options: Any) -> tuple[rk.Stage, tuple[int, ...]]:
     if kind == "mlp":
-        return rk.MLPStage(8, 16, depth, **how), (32, 8)
+        return rk.MLPStage(8, 16, depth, **options), (32, 8)
     if kind == "conv":
-        return rk.ConvStage(4, depth, activation="silu", **how), (8, 4, 5, 5)
+        return rk.ConvStage(4, depth, activation="silu", **options), (8, 4, 5, 5)
     if kind == "relu":
-        return rk.ConvStage(8, depth, **how), (16, 8, 8, 8)
+        return rk.ConvStage(8, depth, **options), (16, 8, 8, 8)
     if kind == "bottleneck":
-        return rk.ConvStage(16, depth, "bottleneck", **how), (8, 16, 6, 6)
-    return rk.ResidualStage([Transformer(8) for _ in range(depth)], **how), (2, 5, 8)
+        return rk.ConvStage(16, depth, "bottleneck", **options), (8, 16, 6, 6)
+    return rk.ResidualStage([Transformer(8) for _ in range(depth)], **options), (2, 5, 8)
 
 
 def error(stage: rk.Stage, x: Tensor, cotangent: Tensor) -> float:
     """Of a training step, taken by hand: the larger of the parameters' and the input's."""
 
     def gradients(**options: Any) -> list[Tensor]:
-        how = stage.how
+        before = stage.options
         stage.configure(**options)
         leaf = x.clone().requires_grad_()
         result = torch.autograd.grad(stage(leaf), [leaf, *stage.parameters()], cotangent)
-        stage.how = how
+        stage.options = before
         return [g.double().flatten() for g in result]
 
     mine, exact = gradients(), gradients(backward="checkpoint", anchor_every=None)
@@ -85,7 +85,7 @@ def test_the_bound_holds_on_batches_not_seen(
 ) -> None:
     stage, shape = make(kind, depth, step=step)
     report = rk.tune(stage, torch.randn(shape), max_gradient_error=bound, seconds=0)
-    assert Setting(*(getattr(stage.how, key) for key in Setting._fields)) == (
+    assert Setting(*(getattr(stage.options, key) for key in Setting._fields)) == (
         report.recommended.setting
     )
     for _ in range(3):
@@ -95,7 +95,7 @@ def test_the_bound_holds_on_batches_not_seen(
 def test_a_stage_that_cannot_be_inverted_gets_checkpoints() -> None:
     stage = rk.MLPStage(8, 64, 16, "relu", step=20.0)
     report = rk.tune(stage, torch.randn(32, 8), seconds=0)
-    assert stage.how.backward == "checkpoint"
+    assert stage.options.backward == "checkpoint"
     assert report.recommendation.startswith("No reconstruction keeps the gradients within 1.0e-02")
     assert error(stage, *torch.randn(2, 32, 8)) < 1e-5
 
@@ -103,7 +103,7 @@ def test_a_stage_that_cannot_be_inverted_gets_checkpoints() -> None:
 def test_an_easy_stage_is_tuned_to_reconstruct_without_anchors() -> None:
     stage = rk.MLPStage(8, 16, 128, tied=True, backward="stored")
     rk.tune(stage, torch.randn(512, 8), seconds=0.5)
-    assert (stage.how.backward, stage.how.anchor_every) == ("adjoint", None)
+    assert (stage.options.backward, stage.options.anchor_every) == ("adjoint", None)
 
 
 def test_the_loss_is_the_users() -> None:

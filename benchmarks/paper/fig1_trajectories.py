@@ -39,8 +39,8 @@ class Network:
     def stage(self) -> rk.MLPStage:
         hidden, step = (8, None) if self.like_an_ode else (1, 1.0)
         # Exact gradients: the claim is about what is learned, not about how.
-        how = {"step": step, "backward": "stored", "dtype": torch.float64}
-        stage = rk.MLPStage(1, hidden, DEPTH, **how)
+        options = {"step": step, "backward": "stored", "dtype": torch.float64}
+        stage = rk.MLPStage(1, hidden, DEPTH, **options)
         spreads = {"w1": 2.0, "b1": 2.0, "w2": 0.0 if self.like_an_ode else 0.2, "b2": 0.0}
         for name, spread in spreads.items():
             p = torch.nn.init.normal_(getattr(stage, name), std=spread)

@@ -109,9 +109,9 @@ def errors_of(model: SimpleResNet, batch: tuple[Tensor, ...], rule: str) -> list
     ]
 
 
-def gradients(model: SimpleResNet, x: Tensor, labels: Tensor, **how: Any) -> dict[str, Tensor]:
+def gradients(model: SimpleResNet, x: Tensor, labels: Tensor, **options: Any) -> dict[str, Tensor]:
     """Of the stage's parameters, by name; normalizations are by the batch, as in training."""
-    model.stage.configure(**how)
+    model.stage.configure(**options)
     model.train()
     loss = F.cross_entropy(model(x), labels)
     named = dict(model.stage.named_parameters())

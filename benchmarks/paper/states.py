@@ -11,27 +11,27 @@ from torch import Tensor
 
 import resode_kernels as rk
 from resode_kernels import reference
-from resode_kernels.backends.reference import PLAIN
-from resode_kernels.problem import Problem
+from resode_kernels.backends.engine import REFERENCE
+from resode_kernels.fused.problem import Problem
 
 
 def _scheme(stage: rk.MLPStage) -> reference.Scheme:
     parameters = (stage.w1, stage.b1, stage.w2, stage.b2)
-    method = stage.how.method(stage.depth)
-    return PLAIN.scheme(Problem("mlp", stage.activation, parameters, method), stage.w1.dtype)
+    method = stage.options.method(stage.depth)
+    return REFERENCE.scheme(Problem("mlp", stage.activation, parameters, method), stage.w1.dtype)
 
 
 @torch.no_grad()
 def trajectory(stage: rk.MLPStage, x: Tensor) -> Tensor:
     """x[0], …, x[N]: [N + 1, rows, dim]."""
-    last, kept = reference.forward(_scheme(stage), x, anchor_every=1)
-    return torch.stack([x, *kept.values(), last])
+    last, anchors = reference.forward(_scheme(stage), x, anchor_every=1)
+    return torch.stack([x, *anchors.values(), last])
 
 
 @torch.no_grad()
 def reconstruction(stage: rk.MLPStage, last: Tensor) -> Tensor:
     """x̃[0], …, x̃[N] by the rule that the stage is set to, from x[N]."""
-    method, states = stage.how.method(stage.depth), [last]
+    method, states = stage.options.method(stage.depth), [last]
 
     def watch(n: int, p: Any, x: Any) -> None:
         states.append(x)

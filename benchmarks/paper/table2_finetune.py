@@ -168,10 +168,10 @@ def one_run(setting: Setting, data: Data, seed: int, device: str) -> Iterator[di
     deep = untied(transferred(tied, setting, setting.depths[-1]), setting)
     batch = next(data.train.batches(setting.refinement.batch, Generator().manual_seed(seed)))
     exact = gradient(refinable(deep, setting, EXACT), batch, device)
-    for method, how in METHODS.items():
-        model = refinable(tied if method == "tied" else deep, setting, how)
+    for method, options in METHODS.items():
+        model = refinable(tied if method == "tied" else deep, setting, options)
         error = None
-        if how["backward"] == "adjoint":
+        if options["backward"] == "adjoint":
             error = float((gradient(model, batch, device) - exact).norm() / exact.norm())
         history = train(
             model,
@@ -217,11 +217,11 @@ def untied(model: ResNet, setting: Setting) -> ResNet:
     return model
 
 
-def refinable(model: ResNet, setting: Setting, how: dict[str, Any]) -> ResNet:
+def refinable(model: ResNet, setting: Setting, options: dict[str, Any]) -> ResNet:
     """A copy whose deeper stages run like this, and alone are trained unless all are."""
     model = copy.deepcopy(model).requires_grad_(setting.whole)
     for layer in deeper_layers(model, setting):
-        layer.stage.configure(**how).requires_grad_(True)
+        layer.stage.configure(**options).requires_grad_(True)
     return model
 
 

@@ -1,77 +1,45 @@
-"""Backends: who runs a problem.
+"""Backends: who runs a problem. ``contract.py`` says what a backend is.
 
-A backend is a module with four functions:
-
-    unavailable()           why it cannot be used here, or None
-    refuses(device, dtype)  why it does not take such an x, or None
-    forward(problem, x, y, anchors, statistics)
-                            fills y, anchors and statistics
-    reverse(problem, start, anchors, cotangent, gradients, nonfinite)
-                            fills the gradients that are not None, and raises nonfinite, an int32,
-                            to the largest n whose point p is not finite; None: nobody looks
+cpp.py           C++ kernels for CPUs                        csrc/cpu
+cuda/, triton/   kernels for GPUs                            csrc/cuda, triton/*.py
+engine.py        the reference's passes in PyTorch: the backend "reference"
+native.py        what the compiled modules of cpp and cuda share
+layerwise.py     stages layer by layer on a GPU, by the engine and the kernels of cuda or triton,
+                 with rows.py, combining.py and precision.py
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from ..problem import Problem
-from . import cpp, cuda, reference, triton
+from .. import reference
+from . import cpp, cuda, triton
+from .contract import Backend, BackendUnavailableError
+from .engine import REFERENCE
 
+__all__ = ["REGISTRY", "Backend", "BackendUnavailableError", "choose", "choose_combine", "why_not"]
 
-class BackendUnavailableError(RuntimeError):
-    """A backend was asked for by name and cannot be used here."""
-
-
-class Backend(Protocol):
-    def unavailable(self) -> str | None: ...
-
-    def refuses(self, device: torch.device, dtype: torch.dtype) -> str | None: ...
-
-    def forward(
-        self, problem: Problem, x: Tensor, y: Tensor, anchors: Tensor, statistics: Tensor
-    ) -> None: ...
-
-    def reverse(
-        self,
-        problem: Problem,
-        start: Tensor,
-        anchors: Tensor,
-        cotangent: Tensor,
-        gradients: Sequence[Tensor | None],
-        nonfinite: Tensor | None,
-    ) -> None: ...
-
-
-IMPLEMENTED: dict[str, Backend] = {
-    "cpp": cpp,
-    "triton": triton,
-    "cuda": cuda,
-    "reference": reference,
-}
-
-# The order in which "auto" tries them, per device type; on any other device the reference runs.
-# (AMD's GPUs are "cuda" devices of torch, too.)
-PREFERENCE = {"cpu": ("cpp",), "cuda": ("cuda", "triton")}
+_ALL: tuple[Backend, ...] = (cpp, cuda, triton, REFERENCE)
+REGISTRY: dict[str, Backend] = {backend.name: backend for backend in _ALL}
+"""By name, in the order in which "auto" tries them. (AMD's GPUs are "cuda" devices of torch.)"""
 
 
 def why_not(name: str, device: torch.device, dtype: torch.dtype = torch.float32) -> str | None:
     """Why the backend cannot run such a tensor, or None if it can."""
-    backend = IMPLEMENTED[name]
+    backend = REGISTRY[name]
     return backend.unavailable() or backend.refuses(device, dtype)
 
 
 def choose(name: str, device: torch.device, dtype: torch.dtype = torch.float32) -> str:
     """The backend that runs an x on ``device`` when ``name`` is asked for."""
     if name == "auto":
-        for candidate in PREFERENCE.get(device.type, ()):
-            if why_not(candidate, device, dtype) is None:
+        for candidate, backend in REGISTRY.items():
+            if device.type in backend.automatic_on and why_not(candidate, device, dtype) is None:
                 return candidate
-        return "reference"
+        return REFERENCE.name
     reason = why_not(name, device, dtype)
     if reason is not None:
         raise BackendUnavailableError(
@@ -79,3 +47,17 @@ def choose(name: str, device: torch.device, dtype: torch.dtype = torch.float32) 
             "(backend='auto' picks one that is; `python -m resode_kernels info` lists them)"
         )
     return name
+
+
+def choose_combine(name: str, state: Sequence[Tensor]) -> reference.Combine:
+    """What updates the states of a stage whose blocks are modules when ``name`` is asked for."""
+    if name != "auto" and REGISTRY[name].combine is None:
+        takes = [known for known, backend in REGISTRY.items() if backend.combine is not None]
+        raise BackendUnavailableError(
+            f"backend={name!r} is not available: blocks that are modules run in PyTorch, and this "
+            f"backend cannot update their states (backend={' or '.join(map(repr, takes))} can; "
+            "'auto' picks one)"
+        )
+    chosen = {choose(name, t.device, t.dtype) for t in state}
+    combine = REGISTRY[chosen.pop()].combine if len(chosen) == 1 else None
+    return combine or reference.combine

@@ -1,4 +1,4 @@
-"""Sums of states by a kernel: what it may go through, and PyTorch for the rest."""
+"""Sums of states: the conditions under which a kernel may compute one, and PyTorch for the rest."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from .. import reference
 
 
 def empty_sum(y: Sequence[Tensor]) -> Tensor:
-    """Memory for a sum, laid out as its first term. As states are, it is in float32 at least."""
+    """Memory for a sum, laid out as its first term, and as all states in float32 at least."""
     dtype = functools.reduce(torch.promote_types, [t.dtype for t in y], torch.float32)
     return torch.empty_like(y[0], dtype=dtype)
 
 
 def in_step(out: Tensor, y: Sequence[Tensor]) -> bool:
-    """Whether a kernel may go through the tensors as they are in memory: they are dense and laid
-    out like the result, and autograd need not see what becomes of them."""
+    """Whether a kernel may read the tensors in the order of memory: they are laid out like the
+    result, and autograd does not have to record the sum."""
     return (
         all(t.stride() == out.stride() and t.device == out.device for t in y)
         and all(type(t) in (Tensor, torch.nn.Parameter) for t in y)  # not DTensor and the like

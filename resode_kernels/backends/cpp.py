@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..problem import Problem
+from ..fused.problem import Problem
 from . import native
+from .contract import ForwardIO, ReverseIO
+
+name = "cpp"
+automatic_on = ("cpu",)
+combine = None
 
 # After torch, whose OpenMP runtime and thread pool the module then shares.
 _C, _reason = native.load("_C", native.build_report())
@@ -26,8 +30,29 @@ def refuses(device: torch.device, dtype: torch.dtype) -> str | None:
     return None if device.type == "cpu" else f"it runs on the CPU, not on {device.type!r}"
 
 
-def _pixel_rows(problem: Problem, state: Tensor) -> Tensor:
-    """A view of the state with channels last, which is how the kernels take images."""
+def forward(problem: Problem, io: ForwardIO) -> None:
+    x = _channels_last(problem, io.x).contiguous()
+    with native.written([_channels_last(problem, io.y)]) as (y,):
+        assert y is not None
+        _run(problem, x, native.forward_of(_C, io._replace(x=x, y=y)))
+
+
+def reverse(problem: Problem, io: ReverseIO) -> None:
+    start, cotangent = (_channels_last(problem, t).contiguous() for t in (io.start, io.cotangent))
+    to_x, *to_parameters = io.gradients
+    if to_x is not None:
+        to_x = _channels_last(problem, to_x)
+    with native.written([to_x, *to_parameters]) as results:
+        for result in results:
+            _use_large_pages(result)
+        io = io._replace(
+            start=start, anchors=io.anchors.contiguous(), cotangent=cotangent, gradients=results
+        )
+        _run(problem, start, native.reverse_of(_C, problem, io))
+
+
+def _channels_last(problem: Problem, state: Tensor) -> Tensor:
+    """The kernels see images as [images, height, width, channels]."""
     return state.permute(0, 2, 3, 1) if problem.block == "conv" else state
 
 
@@ -43,28 +68,3 @@ def _run(problem: Problem, state: Tensor, io: Any) -> None:
     workspace = torch.empty(_C.workspace_bytes(stage, io), dtype=torch.uint8)
     _use_large_pages(workspace)
     _C.run(stage, io, workspace.data_ptr())
-
-
-def forward(problem: Problem, x: Tensor, y: Tensor, anchors: Tensor, statistics: Tensor) -> None:
-    x = _pixel_rows(problem, x).contiguous()
-    with native.written([_pixel_rows(problem, y)]) as (result,):
-        assert result is not None
-        _run(problem, x, native.forward_of(_C, x, result, anchors, statistics))
-
-
-def reverse(
-    problem: Problem,
-    start: Tensor,
-    anchors: Tensor,
-    cotangent: Tensor,
-    gradients: Sequence[Tensor | None],
-    nonfinite: Tensor | None,
-) -> None:
-    start, cotangent = (_pixel_rows(problem, t).contiguous() for t in (start, cotangent))
-    anchors = anchors.contiguous()
-    grad_x = None if gradients[0] is None else _pixel_rows(problem, gradients[0])
-    with native.written([grad_x, *gradients[1:]]) as results:
-        for result in results:
-            _use_large_pages(result)
-        io = native.reverse_of(_C, problem, start, anchors, cotangent, results, nonfinite)
-        _run(problem, start, io)

@@ -1,7 +1,7 @@
-"""Stages layer by layer, on a GPU: the reference's engine with PyTorch's matrix products and
-convolutions, and fused kernels for everything between them. Triton and CUDA have such kernels.
+"""Stages layer by layer, on a GPU: the engine with PyTorch's matrix products and convolutions, and
+fused kernels for everything between them. Triton and CUDA have such kernels.
 
-Products are in the dtype of the weights: with 16-bit weights their operands are rounded to it and
+Products are in the dtype of the weights: with 16-bit weights their operands are rounded to it, and
 states and cotangents stay float32; with float32 weights PyTorch's own setting decides about TF32.
 Parameter gradients are summed in float32 where a block has several contributions.
 """
@@ -9,7 +9,7 @@ Parameter gradients are summed in float32 where a block has several contribution
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -18,13 +18,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .. import reference
-from ..problem import Problem
-from . import reference as engine
+from ..fused.problem import Problem
+from .contract import ReverseIO
+from .engine import EngineBackend
 from .rows import dense, laid_out_like
 
 
 class Normalization(NamedTuple):
-    """What a channel is normalized by."""
+    """What the channels are normalized by: one number per channel each."""
 
     mean: Tensor
     variance: Tensor
@@ -34,7 +35,7 @@ class Normalization(NamedTuple):
 
 
 class Kernels(NamedTuple):
-    """What is between products and convolutions. z and d are [rows, channels] or
+    """The kernels between products and convolutions. z and d are [rows, channels] or
     [images, channels, height, width]; all else has one number per channel."""
 
     combine: reference.Combine
@@ -47,9 +48,10 @@ class Kernels(NamedTuple):
     statistics: Callable[[Tensor], tuple[Tensor, Tensor]]
     """z to mean and biased variance."""
     normalized: Callable[[Tensor, Normalization, str | None, torch.dtype], Tensor]
-    """z, what by, activation (None: none) and the result's dtype to σ(bn(z))."""
+    """z, its normalization, activation (None: none) and the result's dtype to σ(bn(z))."""
     vjp: Callable[[Tensor, Tensor, Normalization, bool, str | None], tuple[Tensor, Tensor, Tensor]]
-    """d = ∂L/∂σ(bn(z)), z, what by, whether that is of z itself, activation to dz, dγ and dβ."""
+    """d = ∂L/∂σ(bn(z)), z, its normalization, whether that is by z's own mean and variance, and the
+    activation to dz, dγ and dβ."""
 
 
 class MLP(reference.MLP):
@@ -93,7 +95,7 @@ class Evaluated(NamedTuple):
     """A layer of ``Conv`` at some x: u = bn(z), z = W ∗ a."""
 
     z: Tensor
-    by: Normalization
+    normalization: Normalization
     of_batch: bool
     """Whether z is normalized by its own mean and variance."""
     activation: str | None
@@ -102,7 +104,9 @@ class Evaluated(NamedTuple):
     def moments(self) -> tuple[Tensor, Tensor] | None:
         """Mean and unbiased variance of the batch, if z is normalized by them."""
         values = self.z.numel() // self.z.shape[1]
-        return (self.by.mean, self.by.variance * values / (values - 1)) if self.of_batch else None
+        if not self.of_batch:
+            return None
+        return self.normalization.mean, self.normalization.variance * values / (values - 1)
 
 
 class Conv(reference.Conv):
@@ -122,26 +126,26 @@ class Conv(reference.Conv):
         self.note(k, moments)
         return y
 
-    def forward(self, x: Tensor, see: Callable[[Evaluated], None] = lambda _: None) -> Tensor:
-        """f(x); ``see`` is called with every layer."""
+    def forward(self, x: Tensor, watch: Callable[[Evaluated], None] = lambda _: None) -> Tensor:
+        """f(x); ``watch`` is called with every layer."""
         a = self.kernels.activated(x, None, self.activation, self.layers[0][0].dtype)
         following = [*[self.activation] * (len(self.layers) - 1), None]
         for (weight, gamma, beta, mean, variance), activation in zip(
             self.layers, following, strict=True
         ):
             z, of_batch = dense(F.conv2d(a, weight, padding="same")), mean is None
-            del a  # is read no more: let the next one have its memory
+            del a  # no longer needed: frees memory for the next one
             if of_batch:
                 mean, variance = self.kernels.statistics(z)
-            by = Normalization(mean, variance, gamma, beta, self.epsilon)
-            layer = Evaluated(z, by, of_batch, activation)
+            normalization = Normalization(mean, variance, gamma, beta, self.epsilon)
+            layer = Evaluated(z, normalization, of_batch, activation)
             a = self.result(layer, z.dtype if activation else x.dtype)
-            see(layer)
+            watch(layer)
         return a
 
     def result(self, layer: Evaluated, dtype: torch.dtype) -> Tensor:
         """σ(u), of the last layer u."""
-        return self.kernels.normalized(layer.z, layer.by, layer.activation, dtype)
+        return self.kernels.normalized(layer.z, layer.normalization, layer.activation, dtype)
 
     def linearize(self, x: Tensor, k: int, wrt_x: bool = True) -> tuple[Tensor, reference.Pullback]:
         trace: list[Evaluated] = []
@@ -175,7 +179,7 @@ def convolution_vjp(dz: Tensor, a: Tensor, weight: Tensor) -> tuple[Tensor, Tens
 
 @contextmanager
 def repeatable() -> Iterator[None]:
-    """Inside, cuDNN takes no algorithm whose results differ from run to run."""
+    """Inside, cuDNN uses only algorithms whose results repeat from run to run."""
     before = torch.backends.cudnn.deterministic
     torch.backends.cudnn.deterministic = True
     try:
@@ -184,26 +188,22 @@ def repeatable() -> Iterator[None]:
         torch.backends.cudnn.deterministic = before
 
 
-def kit(kernels: Kernels) -> engine.Kit:
-    """Blocks and updates of states for the engine."""
-    mlp, conv = functools.partial(MLP, kernels), functools.partial(Conv, kernels)
-    return engine.Kit(mlp, Linear, conv, kernels.combine, widens=False)
+class LayerwiseBackend(EngineBackend):
+    """The engine with these blocks and updates of states."""
 
+    def __init__(self, name: str, kernels: Kernels) -> None:
+        super().__init__(
+            name,
+            mlp=functools.partial(MLP, kernels),
+            linear=Linear,
+            conv=functools.partial(Conv, kernels),
+            combine=kernels.combine,
+            widens=False,
+        )
+        self.kernels = kernels
 
-def passes(kit: engine.Kit) -> tuple[Callable[..., None], Callable[..., None]]:
-    """A backend's ``forward`` and ``reverse``."""
-
-    def reverse(
-        problem: Problem,
-        start: Tensor,
-        anchors: Tensor,
-        cotangent: Tensor,
-        gradients: Sequence[Tensor | None],
-        nonfinite: Tensor | None,
-    ) -> None:
-        start = dense(start)
+    def reverse(self, problem: Problem, io: ReverseIO) -> None:
+        start = dense(io.start)
         # Laid out alike, states and cotangents can be combined in one pass.
-        cotangent = laid_out_like(cotangent, start)
-        engine.reverse(problem, start, anchors, cotangent, gradients, nonfinite, kit)
-
-    return functools.partial(engine.forward, kit=kit), reverse
+        cotangent = laid_out_like(io.cotangent, start)
+        super().reverse(problem, io._replace(start=start, cotangent=cotangent))

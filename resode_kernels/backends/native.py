@@ -1,5 +1,5 @@
-"""What the compiled modules `_C` and `_CUDA` have in common: how they were built, and how they are
-told a problem (the structs of csrc/stage.h)."""
+"""What the compiled modules `_C` and `_CUDA` share: the report of their build, and the translation
+of a problem into the structs of csrc/stage.h."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..problem import Problem
+from ..fused.problem import Problem
+from .contract import ForwardIO, ReverseIO
 
 
 @functools.cache
 def build_report() -> dict[str, Any]:
-    """What setup.py wrote down about the builds."""
+    """What setup.py reported of the builds."""
     file = resources.files("resode_kernels") / "build_report.json"
     return json.loads(file.read_text()) if file.is_file() else {}
 
@@ -54,7 +55,7 @@ def _strides(problem: Problem, tensors: Sequence[Tensor | None]) -> list[int]:
 
 
 def contiguous(tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
-    """The copies, if any are needed, have to live until the kernels are done."""
+    """Copies, where they are needed, must live until the kernels are done."""
     return [None if t is None else t.contiguous() for t in tensors]
 
 
@@ -93,43 +94,32 @@ def stage_of(
     )
 
 
-def forward_of(module: Any, x: Tensor, y: Tensor, anchors: Tensor, statistics: Tensor) -> Any:
-    return module.Forward(
-        x=x.data_ptr(),
-        y=y.data_ptr(),
-        anchors=anchors.data_ptr(),
-        statistics=statistics.data_ptr(),
-    )
+def forward_of(module: Any, io: ForwardIO) -> Any:
+    """All tensors contiguous."""
+    return module.Forward(**{name: tensor.data_ptr() for name, tensor in io._asdict().items()})
 
 
-def reverse_of(
-    module: Any,
-    problem: Problem,
-    start: Tensor,
-    anchors: Tensor,
-    cotangent: Tensor,
-    gradients: Sequence[Tensor | None],
-    nonfinite: Tensor | None,
-) -> Any:
-    grad_x, *wanted = _addresses(gradients)
+def reverse_of(module: Any, problem: Problem, io: ReverseIO) -> Any:
+    """All tensors contiguous."""
+    grad_x, *gradients = _addresses(io.gradients)
     return module.Reverse(
         reverse_rule=problem.method.reverse_rule,
         order=problem.method.order,
-        start=start.data_ptr(),
-        anchors=anchors.data_ptr(),
-        cotangent=cotangent.data_ptr(),
+        start=io.start.data_ptr(),
+        anchors=io.anchors.data_ptr(),
+        cotangent=io.cotangent.data_ptr(),
         grad_x=grad_x,
-        gradients=wanted,
-        strides=_strides(problem, gradients[1:]),
+        gradients=gradients,
+        strides=_strides(problem, io.gradients[1:]),
         blocks=1 if problem.tied else problem.blocks,
-        nonfinite=0 if nonfinite is None else nonfinite.data_ptr(),
+        nonfinite=0 if io.nonfinite is None else io.nonfinite.data_ptr(),
     )
 
 
 @contextmanager
 def written(results: Sequence[Tensor | None]) -> Iterator[list[Tensor | None]]:
-    """Where kernels may write: the results themselves if they are contiguous, else stand-ins that
-    are copied to them in the end."""
+    """Where kernels may write: the results themselves if they are contiguous, otherwise buffers
+    that are copied to them at the end."""
     buffers = [r if r is None or r.is_contiguous() else r.new_empty(r.shape) for r in results]
     yield buffers
     for result, buffer in zip(results, buffers, strict=True):

@@ -21,8 +21,8 @@ from typing import Any
 import torch
 
 from .. import reference
-from ..replay import like, parts
 from ..stages import Stage
+from ..states import parts, state_like
 from .trajectory import Trajectory, minus, norm
 
 ITERATIONS = 12
@@ -49,7 +49,7 @@ def spectral_norm(block: reference.Block, x: Any, k: int, iterations: int = ITER
     but a gradient."""
     generator = torch.Generator().manual_seed(0)
     _, pullback = block.linearize(x, k)
-    v = like(x, [torch.randn(t.shape, generator=generator).to(t) for t in parts(x)])
+    v = state_like(x, [torch.randn(t.shape, generator=generator).to(t) for t in parts(x)])
     step = 1e-3 * max(norm(x), 1e-6)
     result = 0.0
     for _ in range(iterations):
@@ -96,7 +96,7 @@ def estimate(trajectory: Trajectory, stage: Stage) -> Constants:
     scheme = trajectory.scheme
     steps = scheme.steps
     layers = sorted({round(i * (steps - 1) / (LAYERS - 1)) for i in range(LAYERS)}, reverse=True)
-    euler = stage.how.scheme == "euler"
+    euler = stage.options.scheme == "euler"
     pairs = step_of_weights(stage) if not stage.tied else [(0.0, 1.0)]
     l_f, l_theta, l_theta_x = 0.0, 0.0, 0.0
     for n in layers:
@@ -126,7 +126,7 @@ def bound(constants: Constants, stage: Stage, n: int = 0) -> float | None:
     With h = 1/N and n = 0 these are the paper's. L' = L_f + h L_f² / 2 bounds the Lipschitz
     constant of Heun's step back.
     """
-    method = stage.how.method(stage.depth)
+    method = stage.options.method(stage.depth)
     h, length, l_f = abs(method.step), method.steps - n, constants.l_f
     if method.scheme == "euler":
         return _growth(l_f, length * h) * l_f * constants.c_f * h

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import torch
 
 from ..options import positive_int
-from ..replay import like, parts
 from ..stages import Stage
+from ..states import parts, state_like
 from .probe import Probe
 from .settings import CHECKPOINT
 
@@ -75,7 +75,7 @@ class Monitor:
                 torch.zeros_like(t) if g is None else g.detach()
                 for t, g in zip(parts(y), given, strict=True)
             ]
-            self._observe(call, probe, like(y, cotangent))
+            self._observe(call, probe, state_like(y, cotangent))
 
         torch.autograd.graph.register_multi_grad_hook(outputs, on_cotangent, mode="all")
 

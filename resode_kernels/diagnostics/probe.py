@@ -10,9 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from ..replay import State, Surroundings, in_stream, is_sharded, like, parts
-from ..residual import standing_in, trainable
+from ..replay.parameters import is_sharded, standing_in, trainable
+from ..replay.surroundings import Surroundings
 from ..stages import Stage
+from ..states import State, in_stream, parts, state_like
 from .gradients import GradientError, compare
 
 Loss = Callable[[Any], Tensor]
@@ -82,7 +83,7 @@ class Probe:
         if any(map(is_sharded, stage.modules())):
             raise TypeError("stage: its parameters are sharded; diagnose it before fully_shard")
         self.stage = stage
-        self.x = like(x, [t.detach() for t in parts(x)])
+        self.x = state_like(x, [t.detach() for t in parts(x)])
         self.args = tree_map_only(Tensor, Tensor.detach, args)
         self.kwargs = tree_map_only(Tensor, Tensor.detach, kwargs or {})
         self.around = Surroundings(self.x)
@@ -95,14 +96,14 @@ class Probe:
             t + 0.01 * t.std(correction=0) * torch.randn(t.shape, generator=generator).to(t)
             for t in parts(self.x)
         ]
-        return Probe(self.stage, like(self.x, noisy), self.args, self.kwargs)
+        return Probe(self.stage, state_like(self.x, noisy), self.args, self.kwargs)
 
     @contextmanager
     def untouched(self, **options: Any) -> Iterator[Mapping[str, Tensor]]:
         """Inside, ``options`` are set, explosions do not raise, and what the stage does to itself
         is forgotten afterwards. Gives the aliases that stand in for its trainable parameters, by
         name."""
-        stage, how = self.stage, self.stage.how
+        stage, before = self.stage, self.stage.options
         parameters, slots = trainable([stage])
         aliases = [nn.Parameter(p.detach()) for p in parameters]
         numbers = {p: i for i, p in enumerate(parameters)}
@@ -120,7 +121,7 @@ class Probe:
             ):
                 yield named
         finally:
-            stage.how = how
+            stage.options = before
             for m, key, buffer in buffers:
                 m._buffers[key] = buffer
 
@@ -130,7 +131,7 @@ class Probe:
             y = self.stage.forward(self.x, *self.args, **self.kwargs)
             if loss is None:
                 generator = torch.Generator().manual_seed(0)
-                return like(
+                return state_like(
                     y,
                     [
                         torch.randn(t.shape, generator=generator).to(t.device, t.dtype)
@@ -138,17 +139,17 @@ class Probe:
                     ],
                 )
             with torch.enable_grad():
-                leaf = like(y, [t.detach().requires_grad_() for t in parts(y)])
+                leaf = state_like(y, [t.detach().requires_grad_() for t in parts(y)])
                 value = loss(leaf)
                 if not isinstance(value, Tensor) or value.numel() != 1:
                     raise TypeError(f"loss must return one number as a tensor, not {value!r}")
                 grads = torch.autograd.grad(value, parts(leaf))
-        return like(y, grads)
+        return state_like(y, grads)
 
     def gradients(self, cotangent: State, **options: Any) -> Gradients:
         """Of a training step with these options."""
         with self.untouched(**options) as named, torch.enable_grad():
-            x = like(self.x, [t.detach().requires_grad_() for t in parts(self.x)])
+            x = state_like(self.x, [t.detach().requires_grad_() for t in parts(self.x)])
             y = self.stage.forward(x, *self.args, **self.kwargs)
             inputs = (*parts(x), *named.values())
             grads = torch.autograd.grad(
@@ -160,7 +161,7 @@ class Probe:
     def held_bytes(self, **options: Any) -> int:
         """What autograd holds between the passes, parameters and input aside."""
         with self.untouched(**options) as named, torch.enable_grad():
-            x = like(self.x, [t.detach().requires_grad_() for t in parts(self.x)])
+            x = state_like(self.x, [t.detach().requires_grad_() for t in parts(self.x)])
             known = {t.untyped_storage().data_ptr() for t in (*named.values(), *parts(x))}
             with saved_bytes(known) as held:
                 self.stage.forward(x, *self.args, **self.kwargs)
@@ -168,7 +169,9 @@ class Probe:
 
     def evaluate(self, n: int, x: Any) -> Any:
         """f_n(x). States in, states out."""
-        return in_stream(self.stage.residual(n, like(x, self.given(x)), *self.args, **self.kwargs))
+        return in_stream(
+            self.stage.residual(n, state_like(x, self.given(x)), *self.args, **self.kwargs)
+        )
 
     def given(self, x: Any) -> list[Tensor]:
         """A state as the input was given."""

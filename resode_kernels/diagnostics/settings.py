@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..options import DEFAULT_ORDER, How, Method
-from ..replay import State, in_stream, parts
+from ..options import ORDERS, Method, Options
 from ..stages import StackedStage
+from ..states import State, in_stream, parts
 from .gradients import GradientError
 from .probe import Gradients, Loss, Probe, saved_bytes
 
@@ -46,10 +46,10 @@ class Setting(NamedTuple):
     anchor_every: int | None = None
 
     @staticmethod
-    def of(how: How) -> Setting:
-        """How the stage reconstructs; an exact stage: how it would."""
-        anchors = how.anchor_every if how.backward == "adjoint" else None
-        return Setting("adjoint", how.reverse, how.order or DEFAULT_ORDER[how.reverse], anchors)
+    def of(options: Options) -> Setting:
+        """The reconstruction that the options ask for, also if they ask for an exact mode."""
+        anchors = options.anchor_every if options.backward == "adjoint" else None
+        return Setting("adjoint", options.reverse, options.resolved_order, anchors)
 
     @property
     def work(self) -> Setting:
@@ -62,7 +62,7 @@ class Setting(NamedTuple):
         if self.backward == "checkpoint":
             every = f" every {self.anchor_every}" if self.anchor_every else ""
             return f"checkpoint{every}"
-        order = self.order or DEFAULT_ORDER[self.reverse]
+        order = self.order or ORDERS[self.reverse].default
         rule = self.reverse if self.reverse == "paper" else f"{self.reverse} {order}"
         return f"{rule}, anchors every {self.anchor_every}" if self.anchor_every else rule
 
@@ -166,7 +166,7 @@ def memory(probe: Probe, setting: Setting) -> int:
     stage, options = probe.stage, setting._asdict()
     held = probe.held_bytes(**options)
     state: int = sum(t.nbytes for t in parts(in_stream(probe.x)))
-    method: Method = replace(stage.how, **options).method(stage.depth)
+    method: Method = replace(stage.options, **options).method(stage.depth)
     if setting.backward == "stored" and stage.runs_modules:
         return held + state  # autograd keeps everything
     evaluations = 2 if method.scheme == "heun" else 1

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from .. import reference
-from ..replay import in_stream, like, parts
+from ..states import in_stream, parts, state_like
 from .gradients import relative
 from .probe import Probe
 
@@ -44,7 +44,7 @@ class ProbedBlock(reference.Block):
     def linearize(self, x: Any, k: int, wrt_x: bool = True) -> tuple[Any, reference.Pullback]:
         """The pullback gives ∂_x f(x)ᵀ g alone and may be called more than once."""
         with torch.enable_grad(), self.seeded(k):
-            x = like(x, [t.detach().requires_grad_() for t in parts(x)])
+            x = state_like(x, [t.detach().requires_grad_() for t in parts(x)])
             y = self.probe.evaluate(self.n, x)
 
         def pullback(g: Any) -> tuple[Any, tuple[Tensor, ...]]:
@@ -59,9 +59,9 @@ class ProbedBlock(reference.Block):
                 allow_unused=True,
                 materialize_grads=True,
             )
-            return like(x, grads), ()
+            return state_like(x, grads), ()
 
-        return like(y, [t.detach() for t in parts(y)]), pullback
+        return state_like(y, [t.detach() for t in parts(y)]), pullback
 
     def repeats(self, k: int, j: int) -> bool:
         return False  # for all that is known
@@ -80,9 +80,9 @@ class Trajectory:
 
     def __init__(self, probe: Probe) -> None:
         stage = probe.stage
-        method = stage.how.method(stage.depth)
+        method = stage.options.method(stage.depth)
         self.blocks = [ProbedBlock(probe, n) for n in range(stage.num_blocks)]
-        blocks = self.blocks * stage.how.blocks(stage.depth) if stage.tied else self.blocks
+        blocks = self.blocks * stage.options.blocks(stage.depth) if stage.tied else self.blocks
         self.scheme = reference.SCHEMES[method.scheme](blocks, method.step)
         self.every = max(1, round(math.sqrt(stage.depth)))
         start = in_stream(probe.x)

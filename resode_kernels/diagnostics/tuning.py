@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from ..replay import State, parts
 from ..stages import Stage
+from ..states import State, parts
 from . import constants
 from .gradients import compare
 from .probe import Loss, Probe
@@ -52,7 +52,7 @@ def diagnose(
     probe = Probe(stage, x, args, kwargs)
     cotangent = probe.cotangent(loss)
     exact = probe.gradients(cotangent, **CHECKPOINT._asdict())
-    setting = Setting.of(stage.how)
+    setting = Setting.of(stage.options)
     gradients = probe.gradients(cotangent, **setting._asdict())
     gradient, input_gradient = gradients.errors(exact)
 
@@ -75,7 +75,7 @@ def diagnose(
         stage=f"{type(stage).__name__}({stage.extra_repr()})",
         input=" and ".join(f"{list(t.shape)} {t.dtype}".replace("torch.", "") for t in parts(x)),
         depth=stage.depth,
-        step=stage.how.method(stage.depth).step,
+        step=stage.options.method(stage.depth).step,
         setting=setting,
         layers=layers,
         gradient=gradient,
@@ -91,7 +91,7 @@ def diagnose(
         ],
         constants=found,
         bound=Bound(
-            proposition=3 if stage.how.scheme == "euler" else 5,
+            proposition=3 if stage.options.scheme == "euler" else 5,
             layers=[
                 limit / layer.size if layer.size else float("inf")
                 for limit, layer in zip(limits, paper, strict=True)

@@ -12,13 +12,16 @@ in which the processor plays a GPU (``emulated``).
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from typing import Any
 
 import torch
-from torch import Tensor
 
-from ...problem import Problem
+from ...fused.problem import Problem
 from .. import native
+from ..contract import ForwardIO, ReverseIO
+
+name = "cuda"
+automatic_on = ("cuda",)
 
 report = native.build_report().get("cuda", {})
 _CUDA, _reason = native.load("_CUDA", report)
@@ -55,11 +58,11 @@ def refuses(device: torch.device, dtype: torch.dtype) -> str | None:
         return f"it runs on NVIDIA GPUs, not on {device.type!r}"
     if not torch.cuda.is_available():
         return "torch finds no GPU"
-    return _unfit(torch.cuda.current_device() if device.index is None else device.index)
+    return _refuses_gpu(torch.cuda.current_device() if device.index is None else device.index)
 
 
 @functools.cache  # every call of a stage asks
-def _unfit(index: int) -> str | None:
+def _refuses_gpu(index: int) -> str | None:
     if torch.version.hip:
         return "it runs on NVIDIA GPUs, not on AMD's"
     capability = torch.cuda.get_device_capability(index)
@@ -71,22 +74,21 @@ def _unfit(index: int) -> str | None:
     )
 
 
-def forward(problem: Problem, x: Tensor, y: Tensor, anchors: Tensor, statistics: Tensor) -> None:
+def combine(x: Any, *terms: tuple[float, Any]) -> Any:
+    from .elementwise import combine
+
+    return combine(x, *terms)
+
+
+def forward(problem: Problem, io: ForwardIO) -> None:
     from . import fused, layerwise
 
-    if not fused.forward(problem, x, y, anchors):
-        layerwise.forward(problem, x, y, anchors, statistics)
+    if not fused.forward(problem, io):
+        layerwise.LAYERWISE.forward(problem, io)
 
 
-def reverse(
-    problem: Problem,
-    start: Tensor,
-    anchors: Tensor,
-    cotangent: Tensor,
-    gradients: Sequence[Tensor | None],
-    nonfinite: Tensor | None,
-) -> None:
+def reverse(problem: Problem, io: ReverseIO) -> None:
     from . import fused, layerwise
 
-    if not fused.reverse(problem, start, anchors, cotangent, gradients, nonfinite):
-        layerwise.reverse(problem, start, anchors, cotangent, gradients, nonfinite)
+    if not fused.reverse(problem, io):
+        layerwise.LAYERWISE.reverse(problem, io)

@@ -2,51 +2,46 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ...problem import Problem
+from ...fused.problem import Problem
 from .. import native
+from ..contract import ForwardIO, ReverseIO
 from .gpu import gpu_of, module
 
 
 def _run(problem: Problem, state: Tensor, io: Any) -> bool:
-    """False: the stage is too wide for a thread block."""
+    """False: the stage is too wide for the kernels."""
     kernels, gpu = module(), gpu_of(state)
     parameters = native.contiguous(problem.parameters)
     stage = native.stage_of(kernels, problem, parameters, state)
     if kernels.plan(stage, io, gpu) is None:
         return False
-    # From torch's allocator, which hands it to nobody else before the stream is done with it.
+    # From torch's allocator, which reuses it only when the stream is done with it.
     size = max(1, kernels.workspace_bytes(stage, io, gpu))
     workspace = torch.empty(size, dtype=torch.uint8, device=state.device)
     kernels.run(stage, io, gpu, workspace.data_ptr())
     return True
 
 
-def forward(problem: Problem, x: Tensor, y: Tensor, anchors: Tensor) -> bool:
+def forward(problem: Problem, io: ForwardIO) -> bool:
+    """False: nothing was done, since the kernels do not take the stage."""
     if problem.block == "conv":
         return False
-    x, none = x.contiguous(), x.new_empty(0)
-    with native.written([y]) as (result,):
-        assert result is not None
-        return _run(problem, x, native.forward_of(module(), x, result, anchors, none))
+    x, none = io.x.contiguous(), io.x.new_empty(0)
+    with native.written([io.y]) as (y,):
+        assert y is not None
+        io = io._replace(x=x, y=y, statistics=none)
+        return _run(problem, x, native.forward_of(module(), io))
 
 
-def reverse(
-    problem: Problem,
-    start: Tensor,
-    anchors: Tensor,
-    cotangent: Tensor,
-    gradients: Sequence[Tensor | None],
-    nonfinite: Tensor | None,
-) -> bool:
+def reverse(problem: Problem, io: ReverseIO) -> bool:
     if problem.block == "conv":
         return False
-    start, anchors, cotangent = (t.contiguous() for t in (start, anchors, cotangent))
-    with native.written(gradients) as results:
-        io = native.reverse_of(module(), problem, start, anchors, cotangent, results, nonfinite)
-        return _run(problem, start, io)
+    start, anchors, cotangent = (t.contiguous() for t in (io.start, io.anchors, io.cotangent))
+    with native.written(io.gradients) as gradients:
+        io = ReverseIO(start, anchors, cotangent, gradients, io.nonfinite)
+        return _run(problem, start, native.reverse_of(module(), problem, io))

@@ -1,12 +1,10 @@
-"""Stages layer by layer, between PyTorch's products by the CUDA kernels."""
+"""Stages layer by layer, by the CUDA kernels between PyTorch's products."""
 
 from __future__ import annotations
 
-from ..layerwise import Kernels, kit, passes
+from ..layerwise import Kernels, LayerwiseBackend
 from .elementwise import activated, combine, slope_term, times_slope
 from .normalization import normalized, statistics, vjp
 
 KERNELS = Kernels(combine, activated, times_slope, slope_term, statistics, normalized, vjp)
-FUSED = kit(KERNELS)
-
-forward, reverse = passes(FUSED)
+LAYERWISE = LayerwiseBackend("cuda", KERNELS)

@@ -19,8 +19,8 @@ from .gpu import gpu_of, module
 PROGRAMS = 1024
 
 
-def _by(by: Normalization) -> tuple[object, ...]:
-    return *(array(t) for t in by[:4]), by.epsilon
+def _arguments(normalization: Normalization) -> tuple[object, ...]:
+    return *(array(t) for t in normalization[:4]), normalization.epsilon
 
 
 def _in_workspace(run: Callable[[int], int], like: Tensor) -> None:
@@ -42,24 +42,31 @@ def statistics(z: Tensor) -> tuple[Tensor, Tensor]:
     return mean, variance
 
 
-def normalized(z: Tensor, by: Normalization, activation: str | None, dtype: torch.dtype) -> Tensor:
+def normalized(
+    z: Tensor, normalization: Normalization, activation: str | None, dtype: torch.dtype
+) -> Tensor:
     """σ(γ (z − μ) r + β), without σ if ``activation`` is None."""
     out = torch.empty_like(z, dtype=dtype)
     module().normalize(
-        gpu_of(z), rows_of(z), array(out), array(z), _by(by), activation or "identity"
+        gpu_of(z),
+        rows_of(z),
+        array(out),
+        array(z),
+        _arguments(normalization),
+        activation or "identity",
     )
     return out
 
 
 def vjp(
-    d: Tensor, z: Tensor, by: Normalization, of_batch: bool, activation: str | None
+    d: Tensor, z: Tensor, normalization: Normalization, of_batch: bool, activation: str | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dz in z's dtype, dγ and dβ, from d = ∂L/∂a. ``of_batch``: μ and v are z's own."""
     d, dz = laid_out_like(d, z), torch.empty_like(z)
     d_gamma, d_beta = _per_channel(z)
     arguments = (
         gpu_of(z), rows_of(z), array(dz), d_gamma.data_ptr(), d_beta.data_ptr(), array(d), array(z),
-        _by(by), of_batch, activation or "identity", PROGRAMS,
+        _arguments(normalization), of_batch, activation or "identity", PROGRAMS,
     )  # fmt: skip
     _in_workspace(lambda workspace: module().normalization_vjp(*arguments, workspace), z)
     return dz, d_gamma, d_beta

@@ -3,7 +3,7 @@
     stage.py, schemes.py, blocks.py, activations.py   the depth-fused kernels of MLP and linear
                                                       stages
     fused.py, sums.py, launch.py      their launches, and the gradients they add up
-    plan.py, tiles.py, form.py        programs, tiles, and what a kernel is compiled for
+    plan.py, tiles.py, spec.py        programs, tiles, and what a kernel is compiled for
     device.py, tuning.py              the GPU, and the tiles that were fastest there
     layerwise.py                      stages layer by layer: convolutions, and what is too wide
     elementwise.py, normalization.py, rows.py   the kernels of that, and how they see a tensor
@@ -17,15 +17,17 @@ from __future__ import annotations
 import importlib.util
 import os
 import re
-from collections.abc import Sequence
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
+from typing import Any
 
 import torch
-from torch import Tensor
 
-from ...problem import Problem
+from ...fused.problem import Problem
+from ..contract import ForwardIO, ReverseIO
 
+name = "triton"
+automatic_on = ("cuda",)
 OLDEST = (3, 8)
 
 
@@ -75,28 +77,27 @@ def refuses(device: torch.device, dtype: torch.dtype) -> str | None:
     return None if kind == "cuda" else f"it runs on GPUs, not on {kind!r}"
 
 
-def forward(problem: Problem, x: Tensor, y: Tensor, anchors: Tensor, statistics: Tensor) -> None:
+def combine(x: Any, *terms: tuple[float, Any]) -> Any:
+    from .elementwise import combine
+
+    return combine(x, *terms)
+
+
+def forward(problem: Problem, io: ForwardIO) -> None:
     from . import fused, layerwise
 
-    plan = None if problem.block == "conv" else fused.layout(problem, x, reverse=False)
+    plan = None if problem.block == "conv" else fused.layout(problem, io.x, reverse=False)
     if plan is None:
-        layerwise.forward(problem, x, y, anchors, statistics)
+        layerwise.LAYERWISE.forward(problem, io)
     else:
-        fused.forward(problem, plan, x, y, anchors)
+        fused.forward(problem, plan, io)
 
 
-def reverse(
-    problem: Problem,
-    start: Tensor,
-    anchors: Tensor,
-    cotangent: Tensor,
-    gradients: Sequence[Tensor | None],
-    nonfinite: Tensor | None,
-) -> None:
+def reverse(problem: Problem, io: ReverseIO) -> None:
     from . import fused, layerwise
 
-    plan = None if problem.block == "conv" else fused.layout(problem, start, reverse=True)
+    plan = None if problem.block == "conv" else fused.layout(problem, io.start, reverse=True)
     if plan is None:
-        layerwise.reverse(problem, start, anchors, cotangent, gradients, nonfinite)
+        layerwise.LAYERWISE.reverse(problem, io)
     else:
-        fused.reverse(problem, plan, start, anchors, cotangent, gradients, nonfinite)
+        fused.reverse(problem, plan, io)

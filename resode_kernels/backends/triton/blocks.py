@@ -67,7 +67,7 @@ def load(pointer, at, inside, EVEN: tl.constexpr):
 
 @triton.jit
 def add_to(pointer, at, value, inside, before, S: tl.constexpr):
-    """Adds to a gradient. Only this program writes there, unless the form says ``atomic``; if it
+    """Adds to a gradient. Only this program writes there, unless the spec says ``atomic``; if it
     has not done so ``before``, there is nothing yet to add to."""
     if S.atomic:
         tl.atomic_add(pointer + at, value, mask=inside, sem="relaxed")

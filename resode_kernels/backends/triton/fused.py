@@ -8,13 +8,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ...nonfinite import nothing_found
-from ...problem import Problem
+from ...fused.problem import Problem
+from ...nonfinite import new_flag
+from ..contract import ForwardIO, ReverseIO
 from . import tuning
 from .device import device_of
-from .form import Form, Tile
 from .launch import launch
-from .plan import Plan, form_of, plan_of, weight_of
+from .plan import Plan, plan_of, spec_of, weight_of
+from .spec import KernelSpec, Tile
 from .stage import forward_kernel, reverse_kernel
 from .sums import Sums
 from .tiles import tiles_of
@@ -22,17 +23,17 @@ from .tiles import tiles_of
 
 def layout(problem: Problem, x: Tensor, *, reverse: bool) -> Plan | None:
     """The plan of a pass; None: the problem is too wide for a tile."""
-    device, form = device_of(x), form_of(problem)
+    device, spec = device_of(x), spec_of(problem)
     weight = weight_of(problem)
-    tiles = tiles_of(form, device, weight.element_size(), reverse)
+    tiles = tiles_of(spec, device, weight.element_size(), reverse)
     if not tiles:
         return None
     tile = tiles[0]
     if len(tiles) > 1 and tuning.measures(x):
         about = len(x).bit_length()  # problems of up to twice the rows share a tile
-        kind = (torch.cuda.get_device_name(x.device), *form, weight.dtype, about, reverse)
+        kind = (torch.cuda.get_device_name(x.device), *spec, weight.dtype, about, reverse)
         tile = tuning.best(kind, tiles, lambda tile: _seconds(problem, x, tile, reverse))
-    return plan_of(problem, device, len(x), form, tile)
+    return plan_of(problem, device, len(x), spec, tile)
 
 
 def _seconds(problem: Problem, x: Tensor, tile: Tile, reverse_pass: bool) -> float:
@@ -43,9 +44,9 @@ def _seconds(problem: Problem, x: Tensor, tile: Tile, reverse_pass: bool) -> flo
     few = min(method.steps, 4)
     anchor_every = few if method.reverse_rule == "exact" else 0
     problem = problem._replace(method=method._replace(steps=few, anchor_every=anchor_every))
-    plan = plan_of(problem, device_of(x), len(x), form_of(problem), tile)
-    no_anchors = x.new_empty((0, *x.shape))
-    found = nothing_found(x.device) if method.nonfinite != "ignore" else None
+    plan = plan_of(problem, device_of(x), len(x), spec_of(problem), tile)
+    no_anchors, no_statistics = x.new_empty((0, *x.shape)), x.new_empty(0)
+    flag = new_flag(x.device) if method.nonfinite != "ignore" else None
     scratch = [
         torch.empty_like(x),
         *(p if p is None else torch.empty_like(p) for p in problem.parameters),
@@ -53,19 +54,19 @@ def _seconds(problem: Problem, x: Tensor, tile: Tile, reverse_pass: bool) -> flo
 
     def run() -> None:
         if reverse_pass:
-            reverse(problem, plan, x, no_anchors, x, scratch, found)
+            reverse(problem, plan, ReverseIO(x, no_anchors, x, scratch, flag))
         else:
-            forward(problem, plan, x, torch.empty_like(x), no_anchors)
+            forward(problem, plan, ForwardIO(x, torch.empty_like(x), no_anchors, no_statistics))
 
     return float(do_bench(run, warmup=5, rep=20, return_mode="median"))
 
 
-def forward(problem: Problem, plan: Plan, x: Tensor, y: Tensor, anchors: Tensor) -> None:
-    method, result = problem.method, _buffer(y)
+def forward(problem: Problem, plan: Plan, io: ForwardIO) -> None:
+    method, result = problem.method, _buffer(io.y)
     anchor_every = method.anchor_every or method.steps
-    _walk(problem, plan, x.contiguous(), result, anchors, 0, method.steps, anchor_every)
-    if result is not y:
-        y.copy_(result)
+    _walk(problem, plan, io.x.contiguous(), result, io.anchors, 0, method.steps, anchor_every)
+    if result is not io.y:
+        io.y.copy_(result)
 
 
 def _buffer(result: Tensor) -> Tensor:
@@ -88,9 +89,9 @@ def _walk(
     anchor_every: int,
 ) -> None:
     launch(
-        forward_kernel, (-(-len(x) // plan.form.rows),),
+        forward_kernel, (-(-len(x) // plan.spec.rows),),
         x, y, anchors, _contiguous(problem.parameters),
-        len(x), begin, end, anchor_every, problem.method.step, plan.form.of_forward_kernel(),
+        len(x), begin, end, anchor_every, problem.method.step, plan.spec.of_forward_kernel(),
         **plan.options,
     )  # fmt: skip
 
@@ -100,7 +101,7 @@ class Steps(NamedTuple):
 
     begin: int
     end: int
-    form: Form
+    spec: KernelSpec
     start: Tensor | None
     """The state to begin with: x̃[end], or x[states_begin] of an exact rule. None: where the last
     launch ended."""
@@ -117,7 +118,7 @@ def reconstructing(problem: Problem, plan: Plan, start: Tensor, anchors: Tensor)
         problem.method.order,
         problem.method.anchor_every,
     )
-    form = plan.form
+    spec = plan.spec
     end, have = problem.method.steps, 0
     state: Tensor | None = start
     while end > 0:
@@ -125,10 +126,10 @@ def reconstructing(problem: Problem, plan: Plan, start: Tensor, anchors: Tensor)
         begin = max(anchor, end - plan.steps)
         if rule == "predicted":
             corrections = order - have if have else order
-            form = form._replace(have=have, keep=min(have + 1, order), corrections=corrections)
+            spec = spec._replace(have=have, keep=min(have + 1, order), corrections=corrections)
             if have < order:
                 begin, have = end - 1, have + 1
-        yield Steps(begin, end, form, state)
+        yield Steps(begin, end, spec, state)
         end = begin
         at_anchor = anchor_every and end and end % anchor_every == 0
         state = anchors[end // anchor_every - 1] if at_anchor else None
@@ -156,24 +157,16 @@ def recomputing(problem: Problem, plan: Plan, start: Tensor, anchors: Tensor) ->
 def _in_turn(plan: Plan, begin: int, end: int, state: Tensor, states: Tensor) -> Iterator[Steps]:
     while end > begin:
         first = max(begin, end - plan.steps)
-        yield Steps(first, end, plan.form, state, states, begin)
+        yield Steps(first, end, plan.spec, state, states, begin)
         end = first
 
 
-def reverse(
-    problem: Problem,
-    plan: Plan,
-    start: Tensor,
-    anchors: Tensor,
-    cotangent: Tensor,
-    gradients: Sequence[Tensor | None],
-    nonfinite: Tensor | None,
-) -> None:
+def reverse(problem: Problem, plan: Plan, io: ReverseIO) -> None:
     method = problem.method
     launches = recomputing if method.reverse_rule == "exact" else reconstructing
-    start, cotangent, anchors = start.contiguous(), cotangent.contiguous(), anchors.contiguous()
+    start, anchors, cotangent = (t.contiguous() for t in (io.start, io.anchors, io.cotangent))
     parameters = _contiguous(problem.parameters)
-    grad_x, *grads = gradients
+    grad_x, *grads = io.gradients
     state, g = torch.empty_like(start), cotangent
     result = torch.empty_like(start) if grad_x is None else _buffer(grad_x)
     history = start.new_empty(
@@ -185,9 +178,9 @@ def reverse(
         launch(
             reverse_kernel, (plan.programs,),
             state if steps.start is None else steps.start, state, g, result,
-            history, steps.states, parameters, places, nonfinite,
+            history, steps.states, parameters, places, io.nonfinite,
             len(start), steps.begin, steps.end, first_block, steps.states_begin,
-            method.step, steps.form, **plan.options,
+            method.step, steps.spec, **plan.options,
         )  # fmt: skip
         sums.collect(steps.begin, steps.end)
         g = result

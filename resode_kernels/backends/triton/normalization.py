@@ -180,11 +180,13 @@ def normalized_kernel(
     tl.store(out + offsets, u, mask=mask)
 
 
-def normalized(z: Tensor, by: Normalization, activation: str | None, dtype: torch.dtype) -> Tensor:
+def normalized(
+    z: Tensor, normalization: Normalization, activation: str | None, dtype: torch.dtype
+) -> Tensor:
     """σ(γ (z − μ) r + β), without σ if ``activation`` is None."""
     out, rows = torch.empty_like(z, dtype=dtype), Rows.of(z)
     launch(
-        normalized_kernel, rows.grid, out, z, *by, *rows.arguments,
+        normalized_kernel, rows.grid, out, z, *normalization, *rows.arguments,
         ACTIVATION=activation, ACCUMULATOR=accumulator(z.dtype),
     )  # fmt: skip
     return out
@@ -259,7 +261,7 @@ def vjp_kernel(
 
 
 def vjp(
-    d: Tensor, z: Tensor, by: Normalization, of_batch: bool, activation: str | None
+    d: Tensor, z: Tensor, normalization: Normalization, of_batch: bool, activation: str | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dz in z's dtype, dγ and dβ, from d = ∂L/∂a. ``of_batch``: μ and v are z's own."""
     d, rows = laid_out_like(d, z), Rows.of(z)
@@ -268,14 +270,14 @@ def vjp(
     partials = _accumulators(z, 2, rows.channels, programs)
     constants: dict[str, Any] = {"ACTIVATION": activation, "ACCUMULATOR": accumulator(z.dtype)}
     launch(
-        vjp_sums_kernel, (programs, blocks), partials, d, z, *by, tiles,
+        vjp_sums_kernel, (programs, blocks), partials, d, z, *normalization, tiles,
         *rows.arguments, **constants,
     )  # fmt: skip
     d_beta, d_gamma = partials.sum(-1)
     dz = torch.empty_like(z)
     sums = (d_beta, d_gamma) if of_batch else (None, None)
     launch(
-        vjp_kernel, rows.grid, dz, d, z, *by, *sums, rows.groups * rows.positions, *rows.arguments,
-        **constants,
+        vjp_kernel, rows.grid, dz, d, z, *normalization, *sums, rows.groups * rows.positions,
+        *rows.arguments, **constants,
     )  # fmt: skip
     return dz, d_gamma, d_beta

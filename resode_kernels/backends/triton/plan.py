@@ -9,16 +9,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...problem import Problem
+from ...fused.problem import Problem
 from ..precision import tf32_allowed
 from . import interpreted
 from .device import Device
-from .form import Form, Tile
 from .launch import all_registers
+from .spec import KernelSpec, Tile
 
 
 class Plan(NamedTuple):
-    form: Form
+    spec: KernelSpec
     options: dict[str, Any]
     """Of a launch."""
     programs: int
@@ -44,11 +44,11 @@ def atomic() -> bool:
     return asked and not torch.are_deterministic_algorithms_enabled()
 
 
-def form_of(problem: Problem) -> Form:
+def spec_of(problem: Problem) -> KernelSpec:
     """Of the kernels, but for their tile."""
     method = problem.method
     _, hidden, dim = weight_of(problem).shape
-    return Form(
+    return KernelSpec(
         block=problem.block,
         activation=problem.activation,
         scheme=method.scheme,
@@ -68,13 +68,13 @@ def form_of(problem: Problem) -> Form:
     )
 
 
-def plan_of(problem: Problem, device: Device, rows: int, form: Form, tile: Tile) -> Plan:
+def plan_of(problem: Problem, device: Device, rows: int, spec: KernelSpec, tile: Tile) -> Plan:
     """A launch of the reverse kernel makes as many steps as its partial sums fit half the cache:
     a program comes back to them with every tile."""
-    form = form._replace(rows=tile.rows, chunk=tile.chunk)
+    spec = spec._replace(rows=tile.rows, chunk=tile.chunk)
     programs = min(-(-rows // tile.rows), device.processors)
     of_block = 4 * sum(p[0].numel() for p in problem.parameters if p is not None)
     steps = problem.method.steps
-    if not (form.tied or form.atomic):
+    if not (spec.tied or spec.atomic):
         steps = max(1, min(steps, device.cache // 2 // (programs * of_block)))
-    return Plan(form, all_registers(device, tile.threads), programs, steps)
+    return Plan(spec, all_registers(device, tile.threads), programs, steps)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ...problem import Problem
+from ...fused.problem import Problem
 from .launch import launch
 from .plan import Plan
 from .stage import reduce_kernel
@@ -21,7 +21,7 @@ class Sums:
     With atomics every program adds to the totals itself."""
 
     def __init__(self, problem: Problem, plan: Plan, gradients: Sequence[Tensor | None]) -> None:
-        self.gradients, self.programs, self.atomic = gradients, plan.programs, plan.form.atomic
+        self.gradients, self.programs, self.atomic = gradients, plan.programs, plan.spec.atomic
         self.tied, self.heun = problem.tied, problem.method.scheme == "heun"
         self.totals = [None if g is None else _total(g) for g in gradients]
         self.partial: list[Tensor | None] = [None] * len(gradients)

@@ -8,7 +8,7 @@ chunk less than the width all products of the reverse kernel share one layout (`
 from __future__ import annotations
 
 from .device import Device
-from .form import Form, Tile
+from .spec import KernelSpec, Tile
 
 Tiles = dict[int, tuple[Tile, ...]]
 
@@ -32,32 +32,32 @@ REVERSE_HEUN: Tiles = {**REVERSE, 64: (Tile(16, 16, 256), Tile(16, 32, 256))}
 REVERSE_SCALAR: Tiles = {16: (Tile(16, 16, 128),), 32: (Tile(16, 16, 256), Tile(16, 16, 128))}
 
 
-def tiles_of(form: Form, device: Device, element: int, reverse: bool) -> tuple[Tile, ...]:
+def tiles_of(spec: KernelSpec, device: Device, element: int, reverse: bool) -> tuple[Tile, ...]:
     """Those that fit the device, the default first; none: the problem is too wide.
 
     element  bytes of a weight
     """
-    table = reverse_table(form, device, element)
-    if form.width not in table:
+    table = reverse_table(spec, device, element)
+    if spec.width not in table:
         return ()
-    choice = (table if reverse else FORWARD)[form.width]
-    return tuple(tile for tile in choice if shared_bytes(tile, form, element) <= device.shared)
+    choice = (table if reverse else FORWARD)[spec.width]
+    return tuple(tile for tile in choice if shared_bytes(tile, spec, element) <= device.shared)
 
 
-def reverse_table(form: Form, device: Device, element: int) -> Tiles:
+def reverse_table(spec: KernelSpec, device: Device, element: int) -> Tiles:
     """Ends at the widest state of which the kernel can hold enough in registers."""
-    scalar = element == 4 and form.precision == "ieee" and device.target.startswith("cuda")
-    if form.scheme == "euler":
+    scalar = element == 4 and spec.precision == "ieee" and device.target.startswith("cuda")
+    if spec.scheme == "euler":
         return REVERSE_SCALAR if scalar else REVERSE
     table, limit = (REVERSE_SCALAR, 16) if scalar else (REVERSE_HEUN, 64 if element == 4 else 128)
     return {width: tiles for width, tiles in table.items() if width <= limit}
 
 
-def shared_bytes(tile: Tile, form: Form, element: int) -> int:
+def shared_bytes(tile: Tile, spec: KernelSpec, element: int) -> int:
     """At most what a kernel needs of shared memory: weights as loaded and as operands, two states
     as operands, and a gradient on its way to memory."""
-    if form.block == "mlp":
-        weight, copies = tile.chunk * form.width, 4
+    if spec.block == "mlp":
+        weight, copies = tile.chunk * spec.width, 4
     else:
-        weight, copies = form.width * form.width, 6 if form.scheme == "heun" else 4
-    return element * (copies * weight + 2 * tile.rows * form.width) + 4 * weight
+        weight, copies = spec.width * spec.width, 6 if spec.scheme == "heun" else 4
+    return element * (copies * weight + 2 * tile.rows * spec.width) + 4 * weight

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .form import Tile
+from .spec import Tile
 
 _remembered: dict[str, Tile] = {}
 

@@ -2,15 +2,14 @@
 
 An evaluation of a module depends on more than its input and its parameters: on random numbers,
 buffers, train/eval mode and autocast. The backward pass *replays* evaluations of the forward pass,
-to reconstruct states and to differentiate at them, with all of that as it was, and leaves no trace
-of having done so in buffers, generators or modes.
+to reconstruct states and to differentiate at them, with all of these as they were, and leaves
+buffers, generators and modes as it found them.
 """
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -18,27 +17,15 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from . import reference
-from .problem import stream_dtype
-
-State = Tensor | tuple[Tensor, ...]
-
-
-def parts(x: Any) -> tuple[Any, ...]:
-    return x if isinstance(x, tuple) else (x,)
-
-
-def like(x: Any, tensors: Sequence[Any]) -> Any:
-    """The tensors as a state of x's kind: one tensor, or a tuple."""
-    return tuple(tensors) if isinstance(x, tuple) else tensors[0]
-
-
-# -------------------------------------------------------------------------- how a block is called
+from .. import reference
+from ..states import State, parts, state_like
+from .parameters import is_sharded
+from .surroundings import Surroundings
 
 
 class Call:
-    """How every block of a stage is called: ``module(x, *args, **kwargs)``, x in the dtypes of the
-    stage's input. The tensors among the arguments are there only inside ``filled``."""
+    """A call ``module(x, *args, **kwargs)``, the same for every block of a stage, with x in the
+    dtypes of the stage's input. The tensors among the arguments are held only inside ``filled``."""
 
     def __init__(self, x: State, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.dtypes = [t.dtype for t in parts(x)]
@@ -60,20 +47,15 @@ class Call:
 
     def given(self, x: State) -> Any:
         """The state as a module is given it."""
-        return like(x, [t.to(dtype) for t, dtype in zip(parts(x), self.dtypes, strict=True)])
+        return state_like(x, [t.to(dtype) for t, dtype in zip(parts(x), self.dtypes, strict=True)])
 
     def __call__(self, module: nn.Module, given: Any) -> Any:
         return module(given, *self.args, **self.kwargs)
 
 
-def in_stream(x: State) -> Any:
-    """A stage's input as its first state."""
-    return like(x, [t.to(stream_dtype(t.dtype)) for t in parts(x)])
-
-
 def as_states(x: State, y: Sequence[Tensor]) -> Any:
     """What a module returned, as an update of x."""
-    return like(x, [new.to(state.dtype) for new, state in zip(y, parts(x), strict=True)])
+    return state_like(x, [new.to(state.dtype) for new, state in zip(y, parts(x), strict=True)])
 
 
 class PlainBlock(reference.Block):
@@ -125,11 +107,8 @@ def described(value: object) -> str:
     return "None" if value is None else f"a {type(value).__name__}"
 
 
-# ---------------------------------------------------------------------------------- what is noted
-
-
 class Evaluation(NamedTuple):
-    """What an evaluation read beside its input and parameters, as it was before."""
+    """What an evaluation read apart from its input and parameters, as it was before."""
 
     generators: dict[torch.device, Tensor]
     """States of the random number generators that it used."""
@@ -139,29 +118,29 @@ class Evaluation(NamedTuple):
 
 
 class ReplayedBlock(PlainBlock):
-    """A module whose evaluations are noted the first time and replayed from then on."""
+    """A module whose evaluations are recorded the first time and replayed from then on."""
 
     def __init__(self, index: int, module: nn.Module, call: Call, around: Surroundings) -> None:
         super().__init__(index, module, call)
         self.around = around
-        self.notes: dict[int, Evaluation] = {}
+        self.evaluations: dict[int, Evaluation] = {}
         modules = list(module.modules())
         self.sharded = any(map(is_sharded, modules))
         self.modes = [(m, m.training) for m in modules]
         self.keys = [(m, key) for m in modules for key, b in m._buffers.items() if b is not None]
         self.inputs: list[Tensor] = []
-        """What a backward pass differentiates by, beside the state."""
+        """What a backward pass differentiates with respect to, apart from the state."""
 
     def repeats(self, k: int, j: int) -> bool:
-        return not any(any(self.notes[i]) for i in (k, j))
+        return not any(any(self.evaluations[i]) for i in (k, j))
 
     def f(self, x: State, k: int) -> Any:
-        if k not in self.notes:
-            return self.noted(x, k)
+        if k not in self.evaluations:
+            return self.record(x, k)
         with torch.no_grad(), self.as_at(k):
             return as_states(x, parts(self.call(self.module, self.call.given(x))))
 
-    def noted(self, x: State, k: int) -> Any:
+    def record(self, x: State, k: int) -> Any:
         generators = self.around.generators()
         buffers = {
             (m, key): (buffer, buffer._version, buffer.clone())
@@ -170,7 +149,7 @@ class ReplayedBlock(PlainBlock):
         }
         y = super().f(x, k)
         after = self.around.generators()
-        self.notes[k] = Evaluation(
+        self.evaluations[k] = Evaluation(
             {d: state for d, state in generators.items() if not torch.equal(state, after[d])},
             {
                 (m, key): before
@@ -185,7 +164,7 @@ class ReplayedBlock(PlainBlock):
 
     def linearize(self, x: State, k: int, wrt_x: bool = True) -> tuple[Any, reference.Pullback]:
         wrt_x = wrt_x or self.sharded  # FSDP reduces gradients when that of the input is there
-        given = like(x, [t.detach().requires_grad_(wrt_x) for t in parts(self.call.given(x))])
+        given = state_like(x, [t.detach().requires_grad_(wrt_x) for t in parts(self.call.given(x))])
         states = parts(given) if wrt_x else ()
         inputs = (*states, *self.inputs)
         if not inputs:
@@ -204,7 +183,7 @@ class ReplayedBlock(PlainBlock):
                 return None, (None,) * len(self.inputs)
             with self.buffers_at(k):  # a checkpoint inside the module runs it again now
                 grads = self.vjp([t for t, _ in outputs], [g for _, g in outputs], inputs)
-            return like(x, grads[: len(states)]) if wrt_x else None, grads[len(states) :]
+            return state_like(x, grads[: len(states)]) if wrt_x else None, grads[len(states) :]
 
         return as_states(x, [t.detach() for t in y]), pullback
 
@@ -222,13 +201,13 @@ class ReplayedBlock(PlainBlock):
 
     @contextmanager
     def as_at(self, k: int) -> Iterator[None]:
-        with self.around.restored(self.notes[k].generators), self.buffers_at(k):
+        with self.around.restored(self.evaluations[k].generators), self.buffers_at(k):
             yield
 
     @contextmanager
     def buffers_at(self, k: int) -> Iterator[None]:
         """The buffers as before evaluation k: copies, so that what happens to them is forgotten."""
-        before = self.notes[k].buffers
+        before = self.evaluations[k].buffers
         now = self.buffers()
         try:
             for m, key, buffer in now:
@@ -239,7 +218,7 @@ class ReplayedBlock(PlainBlock):
                 m._buffers[key] = buffer
 
     def refuse_foreign_leaves(self, y: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
-        """Raises if y depends on a leaf that no one would give its gradient."""
+        """Raises if y depends on a leaf whose gradient would be lost."""
         if self.sharded:  # ``backward()`` reaches every leaf
             return
         known = {id(t) for t in inputs}
@@ -247,16 +226,9 @@ class ReplayedBlock(PlainBlock):
             if id(leaf) not in known:
                 raise RuntimeError(
                     f"{self} uses a tensor of the shape {list(leaf.shape)} that requires grad and "
-                    "is neither its parameter nor an argument, so that its gradient would be lost: "
-                    "pass it, or what is computed from it, as stage(x, tensor), or detach it"
+                    "is neither its parameter nor an argument, so its gradient would be lost: pass "
+                    "it, or what is computed from it, as stage(x, tensor), or detach it"
                 )
-
-
-def is_sharded(module: nn.Module) -> bool:
-    """Whether ``fully_shard`` was applied to the module: FSDP puts its parameters in place while it
-    runs, and reduces their gradients itself."""
-    fsdp = sys.modules.get("torch.distributed.fsdp")  # not imported: nothing is sharded
-    return fsdp is not None and isinstance(module, fsdp.FSDPModule)
 
 
 def leaves_of(outputs: Sequence[Tensor]) -> Iterator[Tensor]:
@@ -272,64 +244,3 @@ def leaves_of(outputs: Sequence[Tensor]) -> Iterator[Tensor]:
             if following is not None and following not in seen:
                 seen.add(following)
                 nodes.append(following)
-
-
-# ------------------------------------------------------------------------------------ surroundings
-
-
-class Surroundings:
-    """Random number generators, and autocast as it is when this is made."""
-
-    def __init__(self, x: State) -> None:
-        devices = dict.fromkeys([torch.device("cpu"), *(t.device for t in parts(x))])
-        self.devices = [device for device in devices if device.type != "meta"]
-        types = dict.fromkeys(device.type for device in self.devices)
-        self.types = [t for t in types if torch.amp.is_autocast_available(t)]
-        self.autocast = self.autocast_now()
-
-    def generators(self) -> dict[torch.device, Tensor]:
-        return {device: generator_state(device) for device in self.devices}
-
-    def autocast_now(self) -> list[tuple[bool, torch.dtype]]:
-        return [(torch.is_autocast_enabled(t), torch.get_autocast_dtype(t)) for t in self.types]
-
-    @contextmanager
-    def restored(self, generators: dict[torch.device, Tensor]) -> Iterator[None]:
-        """Inside, generators are in the given states; afterwards as if nothing had been drawn."""
-        now = {device: generator_state(device) for device in generators}
-        try:
-            for device, state in generators.items():
-                set_generator_state(device, state)
-            with self.autocast_as_it_was():
-                yield
-        finally:
-            for device, state in now.items():
-                set_generator_state(device, state)
-
-    def autocast_as_it_was(self) -> ExitStack:
-        """Without its cache, which would hand casts made under no_grad to evaluations with grad."""
-        stack = ExitStack()
-        for name, (now, _), (enabled, dtype) in zip(
-            self.types, self.autocast_now(), self.autocast, strict=True
-        ):
-            if enabled or now:
-                stack.enter_context(
-                    torch.autocast(name, dtype, enabled=enabled, cache_enabled=False)
-                )
-        return stack
-
-
-HAVE_ONE_GENERATOR = ("cpu", "mps")
-
-
-def generator_state(device: torch.device) -> Tensor:
-    module = torch if device.type == "cpu" else torch.get_device_module(device)
-    of_device = () if device.type in HAVE_ONE_GENERATOR else (device,)
-    state: Tensor = module.get_rng_state(*of_device)
-    return state
-
-
-def set_generator_state(device: torch.device, state: Tensor) -> None:
-    module = torch if device.type == "cpu" else torch.get_device_module(device)
-    of_device = () if device.type in HAVE_ONE_GENERATOR else (device,)
-    module.set_rng_state(state, *of_device)

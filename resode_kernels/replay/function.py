@@ -1,92 +1,28 @@
-"""Stages of modules: one ``autograd.Function`` around the reference engine.
+"""The ``autograd.Function`` of a stage whose blocks are modules, run by the reference's passes.
 
-Every state, argument and trainable parameter enters the Function and every gradient is returned
-from it: no nested ``backward()``, no writes to ``.grad``. A block's own VJP is autograd's, taken
-with respect to *stand-ins*: detached aliases that the modules hold instead of their parameters for
-the time of the backward pass. So hooks on the parameters see the finished gradient, once. (Blocks
-that are FSDP units of their own are the exception: FSDP gives their parameters the gradients.)
+Every state, argument and trainable parameter is an input of the Function and every gradient is
+returned from it: no nested ``backward()``, no writes to ``.grad``. A block's own VJP is autograd's,
+taken with respect to *stand-ins*: detached aliases that the modules hold instead of their
+parameters during the backward pass. So hooks on the parameters see the finished gradient, once.
+(Blocks that are FSDP units of their own are the exception: FSDP gives their parameters the
+gradients.)
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from . import nonfinite, reference
-from .autograd import undifferentiable
-from .options import Method
-from .replay import (
-    Call,
-    PlainBlock,
-    ReplayedBlock,
-    State,
-    Surroundings,
-    in_stream,
-    is_sharded,
-    like,
-    parts,
-)
-
-# --------------------------------------------------------------------------------------- parameters
-
-
-class Slot(NamedTuple):
-    """A place where a module keeps a parameter, and the parameter's number in the stage."""
-
-    owner: nn.Module
-    name: str
-    number: int
-
-    def put(self, parameter: nn.Parameter | None) -> None:
-        if type(self.owner).__setattr__ is nn.Module.__setattr__:
-            self.owner._parameters[self.name] = parameter
-        else:  # it wants to know, as nn.RNNBase does
-            setattr(self.owner, self.name, parameter)
-
-
-def trainable(
-    modules: Sequence[nn.Module],
-) -> tuple[list[nn.Parameter], dict[nn.Module, list[Slot]]]:
-    """The parameters that require grad, each once, and where each module keeps which. Parameters
-    that FSDP manages inside a module have no slots: it puts them in place."""
-    numbers: dict[nn.Parameter, int] = {}
-    slots: dict[nn.Module, list[Slot]] = {}
-    for module in dict.fromkeys(modules):
-        managed = {m for unit in module.modules() if is_sharded(unit) for m in unit.modules()}
-        slots[module] = []
-        for owner in module.modules():
-            for name, p in owner._parameters.items():
-                if p is not None and p.requires_grad:
-                    slot = Slot(owner, name, numbers.setdefault(p, len(numbers)))
-                    if owner not in managed:
-                        slots[module].append(slot)
-    return list(numbers), slots
-
-
-@contextmanager
-def standing_in(
-    parameters: Sequence[nn.Parameter],
-    slots: Sequence[Slot],
-    modes: Sequence[tuple[nn.Module, bool]],
-) -> Iterator[None]:
-    """Inside, ``parameters`` are in the slots and the modules in the train/eval modes given."""
-    now = [(slot, slot.owner._parameters[slot.name]) for slot in slots]
-    changed = [(m, mode) for m, mode in modes if m.training != mode]
-    try:
-        for slot in slots:
-            slot.put(parameters[slot.number])
-        for m, mode in changed:
-            m.training = mode
-        yield
-    finally:
-        for slot, parameter in now:
-            slot.put(parameter)
-        for m, mode in changed:
-            m.training = not mode
+from .. import nonfinite, reference
+from ..options import Method
+from ..states import State, in_stream, parts, state_like
+from ..undifferentiable import undifferentiable
+from .blocks import Call, PlainBlock, ReplayedBlock
+from .parameters import Slot, is_sharded, standing_in, trainable
+from .surroundings import Surroundings
 
 
 class Gradients(list[Any]):
@@ -96,12 +32,9 @@ class Gradients(list[Any]):
         self[number] = reference.accumulate(self[number], gradient)
 
 
-# -------------------------------------------------------------------------------------- the passes
-
-
-class Pass:
-    """A run of a stage: what its way back needs beside tensors. The inputs of the Function are
-    always in this order: states, arguments, parameters."""
+class Run:
+    """A run of a stage: what its backward pass needs apart from tensors. The inputs of the Function
+    are always in this order: states, arguments, parameters."""
 
     def __init__(
         self,
@@ -113,7 +46,7 @@ class Pass:
         combine: reference.Combine,
     ) -> None:
         self.method, self.call = method, call
-        self.kind = like(x, [None for _ in parts(x)])
+        self.kind = state_like(x, [None for _ in parts(x)])
         around = Surroundings(x)
         distinct: dict[nn.Module, ReplayedBlock] = {}
         for n, module in enumerate(modules):
@@ -154,13 +87,13 @@ class Pass:
         torch.set_autocast_cache_enabled(False)  # as in Surroundings
         try:
             with self.call.filled(arguments):
-                x = in_stream(like(self.kind, states))
+                x = in_stream(state_like(self.kind, states))
                 return reference.forward(self.scheme, x, self.method.anchor_every)
         finally:
             torch.set_autocast_cache_enabled(cache)
 
     def last_step(self, needs: Sequence[bool]) -> int:
-        """The step where the way back may end: no needed gradient depends on those before."""
+        """The step where the reverse pass may end: no needed gradient depends on those before."""
         states, arguments, parameters = self.split(needs)
         if any(states) or any(arguments):
             return 0
@@ -209,8 +142,8 @@ class Pass:
                 gradients.add(number, contribution)
 
         end = self.last_step(needs), any(states_need)
-        looked_for = nonfinite.looked_for(self.method, start)
-        extremes = nonfinite.Extremes(self.method.steps, start) if looked_for else None
+        is_checked = nonfinite.is_checked(self.method, start)
+        extremes = nonfinite.Extremes(self.method.steps, start) if is_checked else None
         watch = None if extremes is None else extremes.watch
         if self.method.reverse_rule == "exact":
             pullbacks = reference.exact(self.scheme, start, anchors, *end)
@@ -246,7 +179,7 @@ class Pass:
 
 class ResidualFunction(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, run: Pass, *tensors: Tensor) -> Any:
+    def forward(ctx: Any, run: Run, *tensors: Tensor) -> Any:
         states, arguments, parameters = run.split(tensors)
         y, anchors = run.forward(states, arguments)
         # The reverse pass starts at one end of the trajectory: exact from x[0], otherwise x[N].
@@ -255,25 +188,27 @@ class ResidualFunction(torch.autograd.Function):
         kept = [part for state in anchors.values() for part in parts(state)]
         ctx.save_for_backward(*start, *kept, *arguments, *parameters)
         ctx.dtypes = [t.dtype for t in tensors]
-        return like(y, [part.to(dtype) for part, dtype in zip(parts(y), ctx.dtypes, strict=False)])
+        return state_like(
+            y, [part.to(dtype) for part, dtype in zip(parts(y), ctx.dtypes, strict=False)]
+        )
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor | None, ...]:
-        run: Pass = ctx.run
+        run: Run = ctx.run
         saved, width = ctx.saved_tensors, len(cotangents)
         end = width * (1 + len(ctx.anchor_steps))
         _, arguments, parameters = run.split((*cotangents, *saved[end:]))
         with torch.no_grad():
             states = [t.detach() for t in saved[:end]]
             start, *anchors = (
-                in_stream(like(run.kind, states[i : i + width])) for i in range(0, end, width)
+                in_stream(state_like(run.kind, states[i : i + width])) for i in range(0, end, width)
             )
             gradients: list[Tensor | None] = run.backward(
                 start,
                 dict(zip(ctx.anchor_steps, anchors, strict=True)),
                 arguments,
                 parameters,
-                in_stream(like(run.kind, cotangents)),
+                in_stream(state_like(run.kind, cotangents)),
                 ctx.needs_input_grad[1:],
             )
             gradients = [
@@ -285,20 +220,6 @@ class ResidualFunction(torch.autograd.Function):
         return None, *gradients
 
 
-def arithmetic(backend: str) -> reference.Combine:
-    """What updates the states of a stage: a GPU backend's kernel, one pass over memory, or
-    PyTorch."""
-    if backend == "cuda":
-        from .backends.cuda import elementwise as cuda
-
-        return cuda.combine
-    if backend == "triton":
-        from .backends.triton import elementwise as triton
-
-        return triton.combine
-    return reference.combine
-
-
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def run(
     modules: Sequence[nn.Module],
@@ -307,23 +228,23 @@ def run(
     kwargs: dict[str, Any],
     method: Method,
     stored: bool,
-    backend: str = "reference",
+    combine: reference.Combine = reference.combine,
 ) -> Any:
     """A stage whose blocks are ``modules``. ``stored``: plain autograd, nothing is replayed.
-    ``backend``: what updates the states, ``"cuda"``, ``"triton"`` or ``"reference"``."""
+    ``combine`` updates the states."""
     grad = torch.is_grad_enabled()
-    # Not in inference mode: its tensors do not tell when a block works in place on them.
+    # Not in inference mode, where in-place changes of tensors go unnoticed.
     with torch.inference_mode(False), torch.set_grad_enabled(grad):
-        x = like(x, [t.clone() if t.is_inference() else t for t in parts(x)])
+        x = state_like(x, [t.clone() if t.is_inference() else t for t in parts(x)])
         call = Call(x, args, kwargs)
-        # Autograd differentiates PyTorch's additions, not a kernel.
-        combine = arithmetic("reference" if grad and stored else backend)
+        if grad and stored:
+            combine = reference.combine  # autograd differentiates PyTorch's additions, not a kernel
         if grad and not stored:
             parameters, slots = trainable(modules)
             tensors = (*parts(x), *call.tensors, *parameters)
             if any(t.requires_grad for t in tensors):
                 call.tensors = []
-                run = Pass(modules, method, x, call, slots, combine)
+                run = Run(modules, method, x, call, slots, combine)
                 return ResidualFunction.apply(run, *tensors)
         blocks = [PlainBlock(n, module, call) for n, module in enumerate(modules)]
         scheme = reference.SCHEMES[method.scheme](blocks, method.step, combine)

@@ -1,25 +1,27 @@
-"""The one ``autograd.Function``: a stage's forward pass saves a state and its anchors, its backward
-pass is one call of the reverse op. Every parameter enters it and every gradient is returned from
-it, so hooks, accumulation, ``torch.autograd.grad`` and data-parallel wrappers work as ever."""
+"""The ``autograd.Function`` of a fused stage. Its forward pass saves one state and the anchors; its
+backward pass is one call of the reverse op. Every parameter is an input of the Function and every
+gradient is returned from it, so hooks, gradient accumulation, ``torch.autograd.grad`` and
+data-parallel wrappers work."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..states import stream_dtype
+from ..undifferentiable import undifferentiable
 from . import ops
-from .problem import Problem, stream_dtype
+from .problem import Problem
 
 
 def run(x: Tensor, problem: Problem, backend: str) -> tuple[Tensor, Tensor]:
-    """x[N] in x's dtype and the statistics of the batch, differentiable where that is asked for."""
+    """x[N] in x's dtype and the statistics of the batch; x[N] is differentiable if needed."""
     inputs = (x, *problem.parameters)
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in inputs):
-        bare = problem._replace(parameters=())
-        y, statistics = StageFunction.apply(x, bare, backend, *problem.parameters)
+        without_parameters = problem._replace(parameters=())
+        y, statistics = StageFunction.apply(x, without_parameters, backend, *problem.parameters)
     else:
         problem = problem._replace(method=problem.method._replace(anchor_every=0))
         y, _, statistics = ops.forward(x.to(stream_dtype(x.dtype)), problem, backend)
@@ -28,7 +30,7 @@ def run(x: Tensor, problem: Problem, backend: str) -> tuple[Tensor, Tensor]:
 
 
 class StageFunction(torch.autograd.Function):
-    """``problem`` comes without its parameters, which are inputs of their own."""
+    """The parameters are inputs of their own, and not in ``problem``."""
 
     @staticmethod
     def forward(
@@ -41,7 +43,7 @@ class StageFunction(torch.autograd.Function):
         ctx.problem, ctx.backend, ctx.dtype = problem, backend, x.dtype
         problem = problem._replace(parameters=parameters)
         y, anchors, statistics = ops.forward(x.to(stream_dtype(x.dtype)), problem, backend)
-        # The reverse pass starts at one end of the trajectory: exact from x[0], otherwise x[N].
+        # The reverse pass starts at one end of the trajectory: "exact" at x[0], otherwise at x[N].
         exact = problem.method.reverse_rule == "exact"
         ctx.save_for_backward(x if exact else y, anchors, *parameters)
         ctx.mark_non_differentiable(statistics)
@@ -66,26 +68,3 @@ class StageFunction(torch.autograd.Function):
         if torch.is_grad_enabled():  # create_graph=True
             grad_x, *grads = undifferentiable((grad_x, *grads), (grad, *saved))
         return grad_x, None, None, *grads
-
-
-def undifferentiable(
-    gradients: Sequence[Tensor | None], graph: Sequence[Tensor | None]
-) -> list[Tensor | None]:
-    """Gradients that depend on ``graph``, as autograd sees it, and refuse to be differentiated."""
-    known = [t for t in graph if t is not None and t.requires_grad]
-    present = [g for g in gradients if g is not None]
-    passed = iter(Undifferentiable.apply(len(present), *present, *known))
-    return [g if g is None else next(passed) for g in gradients]
-
-
-class Undifferentiable(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, count: int, *tensors: Tensor) -> tuple[Tensor, ...]:
-        return tuple(gradient.view_as(gradient) for gradient in tensors[:count])
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        raise RuntimeError(
-            "resode_kernels: a stage's gradients cannot be differentiated a second time (double "
-            "backward). Build the network from plain PyTorch operations where you need that."
-        )

@@ -7,7 +7,7 @@
 
 Both return a new stage and leave the given one as it is. The two share no memory, and the new
 parameters have no gradients yet: **make the optimizer anew**, the old one knows the old parameters.
-The new stage is of the same class, on the same device, with the same dtypes, options (``how``),
+The new stage is of the same class, on the same device, with the same dtypes, options,
 train/eval modes, module hooks (those of single tensors are not copied) and frozen parameters.
 
 Its ``state_dict`` has the keys and shapes of a stage that is made with its depth and ``tied``, and
@@ -25,7 +25,7 @@ from fractions import Fraction
 from typing import TypeVar
 
 from .interpolation import HALF, nearest
-from .options import How, choice, positive_int
+from .options import Options, choice, positive_int
 from .stages import Stage
 
 INTERPOLATIONS = ("nearest", "linear")
@@ -54,18 +54,18 @@ def deepen(stage: AnyStage, depth: int, *, interpolation: str = "nearest") -> An
     Heun's scheme and ``reverse="predicted"`` profit from; copies keep the jumps between them. With
     Euler, to k times the depth, both keep the mean of the weights over the depth, and so the
     function up to effects of second order in them. Blocks that shared modules or parameters get
-    each its own. See the module ``training`` for what is kept, and for optimizers.
+    each its own. See the module ``depth`` for what is kept, and for optimizers.
     """
     _check(stage)
     positive_int("depth", depth)
     choice("interpolation", interpolation, INTERPOLATIONS)
-    how = stage.how
-    if how.step is not None:
-        how = dataclasses.replace(how, step=how.step * stage.depth / depth)
-    places = [Fraction(0)] if stage.tied else _places(how, stage.depth, depth)
+    options = stage.options
+    if options.step is not None:
+        options = dataclasses.replace(options, step=options.step * stage.depth / depth)
+    places = [Fraction(0)] if stage.tied else _places(options, stage.depth, depth)
     if interpolation == "nearest":
         places = [Fraction(nearest(place)) for place in places]
-    return _rebuilt(stage, depth, stage.tied, how, places)
+    return _rebuilt(stage, depth, stage.tied, options, places)
 
 
 def untie(stage: AnyStage) -> AnyStage:
@@ -77,12 +77,12 @@ def untie(stage: AnyStage) -> AnyStage:
     the last ones.
 
     Of an untied stage it is a copy, in which blocks that shared modules or parameters no longer do.
-    See the module ``training`` for what is kept, and for optimizers.
+    See the module ``depth`` for what is kept, and for optimizers.
     """
     _check(stage)
-    blocks = stage.how.blocks(stage.depth)
+    blocks = stage.options.blocks(stage.depth)
     places = [Fraction(0 if stage.tied else n) for n in range(blocks)]
-    return _rebuilt(stage, stage.depth, False, stage.how, places)
+    return _rebuilt(stage, stage.depth, False, stage.options, places)
 
 
 def _check(stage: object) -> None:
@@ -93,18 +93,18 @@ def _check(stage: object) -> None:
         )
 
 
-def _places(how: How, old: int, new: int) -> list[Fraction]:
+def _places(options: Options, old: int, new: int) -> list[Fraction]:
     """Where the blocks of a stage of ``new`` steps are among those of one of ``old``."""
-    offset = HALF if how.scheme == "euler" else Fraction(0)
-    last = how.blocks(old) - 1
-    places = ((n + offset) * old / new - offset for n in range(how.blocks(new)))
+    offset = HALF if options.scheme == "euler" else Fraction(0)
+    last = options.blocks(old) - 1
+    places = ((n + offset) * old / new - offset for n in range(options.blocks(new)))
     return [min(max(place, Fraction(0)), Fraction(last)) for place in places]
 
 
 def _rebuilt(
-    stage: AnyStage, depth: int, tied: bool, how: How, places: Sequence[Fraction]
+    stage: AnyStage, depth: int, tied: bool, options: Options, places: Sequence[Fraction]
 ) -> AnyStage:
     result = copy.deepcopy(stage)
-    result.depth, result.tied, result.how = depth, tied, how
+    result.depth, result.tied, result.options = depth, tied, options
     result.place_blocks(places)
     return result

@@ -1,4 +1,4 @@
-"""The paper's convolutional blocks, and a stage of them that runs in fused kernels."""
+"""``ConvStage``: the paper's convolutional blocks."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import Unpack
 
-from . import backends, functional
-from .options import How, choice, positive_int
-from .reference import ACTIVATIONS
-from .stages import ResidualStage
+from .. import backends, functional
+from ..options import Options, StageOptions, choice, documents_options, positive_int
+from ..reference import ACTIVATIONS
+from .residual import ResidualStage
 
 WINDOWS = {"basic": (3, 3), "bottleneck": (1, 3, 1)}
 
@@ -70,22 +71,22 @@ class ConvBlock(nn.Module):
         return f"activation={self.activation!r}"
 
 
+@documents_options
 class ConvStage(ResidualStage):
     """``depth`` residual steps with the paper's blocks, each layer σ, convolution, batch norm:
 
     block       ``"basic"``: two of 3 × 3; ``"bottleneck"``: 1 × 1, 3 × 3, 1 × 1
     hidden      channels inside a block; None: ``channels``, for a bottleneck ``channels // 4``
-    activation  σ: ``"relu"``, ``"tanh"``, ``"gelu"`` (exact) or ``"silu"``
+    activation  σ, one of ``rk.functional.ACTIVATIONS``
     zero_init   the last batch norm's weight starts at zero, and so does f
     tied        one block for all steps
-    how         see ``options.How``
 
     ``stage(x)`` takes and returns [images, channels, height, width] in any memory format.
     ``stage.blocks`` are ordinary modules (``ConvBlock``) with ``nn.Conv2d`` and ``nn.BatchNorm2d``
     inside, so that a ``ResidualStage`` of the same blocks has the same ``state_dict``. In training
-    mode every evaluation normalizes by its batch, in the backward pass too; running statistics move
-    once per evaluation of the forward pass. If a block is changed in a way that the kernels do not
-    know (another kind of layer, a hook), the stage runs its modules as a ``ResidualStage`` does.
+    mode every evaluation normalizes by its batch, also in the backward pass; running statistics
+    move once per evaluation of the forward pass. If a block is changed in a way that the kernels do
+    not support (another kind of layer, a hook), the stage runs as a ``ResidualStage`` does.
     """
 
     def __init__(
@@ -100,7 +101,7 @@ class ConvStage(ResidualStage):
         tied: bool = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
-        **how: Any,
+        **options: Unpack[StageOptions],
     ) -> None:
         positive_int("channels", channels)
         positive_int("depth", depth)
@@ -109,7 +110,7 @@ class ConvStage(ResidualStage):
         if hidden is None:
             hidden = channels if block == "basic" else max(1, channels // 4)
         positive_int("hidden", hidden)
-        count = 1 if tied else How.from_options(how).blocks(depth)
+        count = 1 if tied else Options.of(options).blocks(depth)
         blocks = [
             ConvBlock(
                 channels,
@@ -122,16 +123,16 @@ class ConvStage(ResidualStage):
             )
             for _ in range(count)
         ]
-        super().__init__(blocks, depth=depth if tied else None, **how)
+        super().__init__(blocks, depth=depth if tied else None, **options)
         self.channels, self.block = channels, block
         self.hidden, self.activation = hidden, activation
 
     def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
-        reason = self._unknown_to_kernels()
+        reason = self._unsupported_by_kernels()
         if reason is not None:
-            if self.how.backend not in ("auto", "reference"):
+            if self.options.backend not in ("auto", "reference"):
                 raise backends.BackendUnavailableError(
-                    f"backend={self.how.backend!r} cannot run this stage: {reason} "
+                    f"backend={self.options.backend!r} cannot run this stage: {reason} "
                     "(backend='auto' runs the blocks as modules)"
                 )
             result: Tensor = super().forward(x)  # type: ignore[assignment]
@@ -143,21 +144,21 @@ class ConvStage(ResidualStage):
         ]
         depth = self.depth if self.tied else None
         y, statistics = functional.run_conv(
-            x, blocks, self.activation, layers[0][0][1].eps, depth, self.how
+            x, blocks, self.activation, layers[0][0][1].eps, depth, self.options
         )
         self._move_statistics(statistics)
         return y
 
     @property
     def runs_modules(self) -> bool:
-        return self._unknown_to_kernels() is not None
+        return self._unsupported_by_kernels() is not None
 
     def _layers(self) -> list[list[tuple[nn.Conv2d, nn.BatchNorm2d]]]:
         """Of every block."""
         return [block.layers for block in self.blocks]  # type: ignore[misc]
 
-    def _unknown_to_kernels(self) -> str | None:
-        """What is in the way of the kernels, which know nothing but blocks as they were made."""
+    def _unsupported_by_kernels(self) -> str | None:
+        """Why the kernels cannot run the blocks, or None: they support unchanged blocks only."""
         eps = None
         for n, block in enumerate(self.blocks):
             if type(block) is not ConvBlock:
@@ -181,7 +182,7 @@ class ConvStage(ResidualStage):
         layers = self._layers()
         if not any(bn.training for block in layers for _, bn in block):
             return
-        euler = self.how.scheme == "euler"
+        euler = self.options.scheme == "euler"
         for evaluation, row in enumerate(statistics.unbind()):
             n = evaluation if euler else evaluation // 2 + evaluation % 2
             rest = row
@@ -212,7 +213,7 @@ class ConvStage(ResidualStage):
 
 
 def _convolution(size: int) -> dict[str, Any]:
-    """What a block's convolution is like: anything else the kernels would get wrong."""
+    """Attributes of a block's convolution that the kernels take for granted."""
     return {
         "kernel_size": (size, size),
         "padding": (size // 2, size // 2),
@@ -225,5 +226,5 @@ def _convolution(size: int) -> dict[str, Any]:
 
 
 def _constants(bn: nn.BatchNorm2d) -> tuple[Tensor | None, Tensor | None]:
-    """What it normalizes by, if that is not the batch."""
+    """Mean and variance to normalize by; None: those of the batch."""
     return (None, None) if bn.training else (bn.running_mean, bn.running_var)

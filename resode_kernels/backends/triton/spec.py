@@ -15,7 +15,7 @@ class Tile(NamedTuple):
     threads: int
 
 
-class Form(NamedTuple):
+class KernelSpec(NamedTuple):
     block: str
     activation: str
     scheme: str
@@ -46,7 +46,7 @@ class Form(NamedTuple):
     """Evaluations of φ to keep for the steps to come."""
     corrections: int = 0
 
-    def of_forward_kernel(self) -> Form:
+    def of_forward_kernel(self) -> KernelSpec:
         """Without what only the reverse kernel needs to know: rules share a forward kernel."""
         return self._replace(
             exact=False, moves=True, shares=False, have=0, keep=0, corrections=0, atomic=False

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple, get_type_hints
 
-import torch
 from torch import Tensor
 
-from .options import Method
+from ..options import Method
 
 
 class ConvLayer(NamedTuple):
-    """A layer of ``functional.conv_stage``: convolution, then batch normalization, stacked over
-    blocks.
+    """A layer of ``functional.conv_stage``, stacked over blocks: a convolution, then batch
+    normalization.
 
     weight          [blocks, out, in, size, size], size 1 or 3
     gamma, beta     [blocks, out] or None
-    mean, variance  [blocks, out] to normalize by; None: by those of the batch
+    mean, variance  [blocks, out] to normalize by; None: those of the batch
     """
 
     weight: Tensor
@@ -35,10 +35,10 @@ class Problem(NamedTuple):
     activation: str
     """``"identity"`` for blocks without one."""
     parameters: tuple[Tensor | None, ...]
-    """mlp: w1, b1, w2, b2; linear: weight. Stacked over blocks; one block only: tied.
-    conv: for every block (tied: for one), for each of its layers the convolution's weight
-    [out, in, size, size] and the normalization's weight, bias, mean and variance; without mean and
-    variance it normalizes by the batch."""
+    """mlp: w1, b1, w2, b2; linear: weight; each stacked over blocks, one block only if tied.
+    conv: for every block (one only if tied), for each of its layers: the convolution's weight
+    [out, in, size, size] and the normalization's weight, bias, mean and variance. Without mean and
+    variance a layer normalizes by its batch."""
     method: Method
     layers: int = 0
     """conv: layers of a block."""
@@ -60,7 +60,7 @@ class Problem(NamedTuple):
 
     @property
     def convolutions(self) -> list[tuple[int, int, int]]:
-        """Of each layer of a block: channels in, channels out, size of the window."""
+        """conv: of each layer of a block, channels in, channels out, size of the window."""
         shapes = []
         for weight, *_ in self.layers_of(0):
             assert weight is not None
@@ -69,13 +69,13 @@ class Problem(NamedTuple):
 
     @property
     def evaluations(self) -> int:
-        """Of blocks in the forward pass."""
+        """Evaluations of blocks in the forward pass."""
         return self.method.steps * (2 if self.method.scheme == "heun" else 1)
 
     @property
     def statistics(self) -> tuple[int, int]:
-        """The shape of what the forward pass tells about its batch: for every evaluation, of each
-        of the block's layers the mean and the unbiased variance of its channels."""
+        """The shape of the batch statistics that the forward pass returns: for every evaluation,
+        the mean and the unbiased variance of every channel of every layer. Only conv has any."""
         return self.evaluations, sum(2 * out for _, out, _ in self.convolutions)
 
     @property
@@ -88,17 +88,28 @@ class Problem(NamedTuple):
         anchor_every = self.method.anchor_every
         return (self.method.steps - 1) // anchor_every if anchor_every else 0
 
-    def fields(self) -> tuple[Any, ...]:
-        return (
-            self.block,
-            self.activation,
-            self.parameters,
-            *self.method,
-            self.layers,
-            self.epsilon,
-        )
+    def flat(self) -> tuple[Any, ...]:
+        """The fields as ``torch.library`` takes them: those of the method in its place."""
+        return (*self[:_METHOD], *self.method, *self[_METHOD + 1 :])
+
+    @staticmethod
+    def from_flat(values: Sequence[Any]) -> Problem:
+        end = _METHOD + len(Method._fields)
+        fields = (*values[:_METHOD], Method(*values[_METHOD:end]), *values[end:])
+        return Problem._make(fields)
 
 
-def stream_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of states and cotangents inside a stage: float32 at least."""
-    return torch.promote_types(dtype, torch.float32)
+_METHOD = Problem._fields.index("method")
+_SCHEMA_TYPES: dict[Any, str] = {
+    str: "str",
+    int: "int",
+    float: "float",
+    tuple[Tensor | None, ...]: "Tensor?[]",
+}
+
+
+def schema() -> str:
+    """``Problem.flat()`` in the language of ``torch.library`` schemas."""
+    hints = list(get_type_hints(Problem).items())
+    hints[_METHOD : _METHOD + 1] = get_type_hints(Method).items()
+    return ", ".join(f"{_SCHEMA_TYPES[kind]} {name}" for name, kind in hints)

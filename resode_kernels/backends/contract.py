@@ -1,0 +1,70 @@
+"""What a backend is: who runs the two passes of a problem."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from ..fused.problem import Problem
+from ..reference import Combine
+
+
+class ForwardIO(NamedTuple):
+    """The tensors of a forward pass (shapes: ``resode_kernels.fused.ops``)."""
+
+    x: Tensor
+    """x[0]."""
+    y: Tensor
+    """Result: x[N]."""
+    anchors: Tensor
+    """Result: the states x[k], x[2k], …, k = ``anchor_every``."""
+    statistics: Tensor
+    """Result: those of the batch, ``Problem.statistics``; zeros at first."""
+
+
+class ReverseIO(NamedTuple):
+    """The tensors of a reverse pass."""
+
+    start: Tensor
+    """x[N]; with the reverse rule ``exact`` x[0]."""
+    anchors: Tensor
+    """As the forward pass left them."""
+    cotangent: Tensor
+    """∂L/∂x[N]."""
+    gradients: Sequence[Tensor | None]
+    """Results: of x[0] and of every parameter; None: not needed."""
+    nonfinite: Tensor | None
+    """Result: an int32, raised to the largest n whose point p is not finite; None: not checked."""
+
+
+class Backend(Protocol):
+    """A module, or an object, with these members."""
+
+    @property
+    def name(self) -> str:
+        """The value of the option ``backend``."""
+
+    @property
+    def automatic_on(self) -> tuple[str, ...]:
+        """The types of devices on which ``"auto"`` may pick it."""
+
+    @property
+    def combine(self) -> Combine | None:
+        """Updates the states of a stage whose blocks are modules; None: it cannot."""
+
+    def unavailable(self) -> str | None:
+        """Why it cannot be used on this machine, or None."""
+
+    def refuses(self, device: torch.device, dtype: torch.dtype) -> str | None:
+        """Why it does not take such an x, or None."""
+
+    def forward(self, problem: Problem, io: ForwardIO) -> None: ...
+
+    def reverse(self, problem: Problem, io: ReverseIO) -> None: ...
+
+
+class BackendUnavailableError(RuntimeError):
+    """A backend was asked for by name and cannot be used."""

@@ -1,0 +1,108 @@
+"""The reference's passes as a backend: plain PyTorch, for every device. Other blocks and another
+``combine`` make other backends of it (``layerwise.py``)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import reference
+from ..fused.problem import PER_LAYER, Problem
+from ..nonfinite import Extremes
+from .contract import ForwardIO, ReverseIO
+
+
+class EngineBackend:
+    """Runs problems by the passes of ``reference.py``.
+
+    mlp, linear, conv  make blocks; they take what the reference's classes take
+    combine            updates states
+    widens             whether blocks get their parameters in the dtype of the states, or as stored
+    """
+
+    automatic_on: tuple[str, ...] = ()
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        mlp: Callable[..., reference.Block] = reference.MLP,
+        linear: Callable[..., reference.Block] = reference.Linear,
+        conv: Callable[..., reference.Block] = reference.Conv,
+        combine: reference.Combine = reference.combine,
+        widens: bool = True,
+    ) -> None:
+        self.name, self.widens = name, widens
+        self.mlp, self.linear, self.conv, self.combine = mlp, linear, conv, combine
+
+    def unavailable(self) -> str | None:
+        return None
+
+    def refuses(self, device: torch.device, dtype: torch.dtype) -> str | None:
+        return None
+
+    def scheme(
+        self, problem: Problem, dtype: torch.dtype, statistics: Tensor | None = None
+    ) -> reference.Scheme:
+        """The steps of the problem, on states of ``dtype``."""
+
+        def given(p: Tensor | None) -> Any:
+            return p.to(dtype) if p is not None and self.widens else p
+
+        def block(n: int) -> reference.Block:
+            if problem.block == "conv":
+                layers = [[given(p) for p in layer] for layer in problem.layers_of(n)]
+                return self.conv(problem.activation, problem.epsilon, layers, statistics)
+            theta = [given(None if p is None else p[n]) for p in problem.parameters]
+            if problem.block == "linear":
+                return self.linear(*theta)
+            return self.mlp(problem.activation, *theta)
+
+        count = 1 if problem.tied else problem.blocks
+        blocks = [block(n) for n in range(count)] * (problem.blocks // count)
+        method = problem.method
+        return reference.SCHEMES[method.scheme](blocks, method.step, self.combine)
+
+    def forward(self, problem: Problem, io: ForwardIO) -> None:
+        with torch.autocast(io.x.device.type, enabled=False):
+            scheme = self.scheme(problem, io.x.dtype, io.statistics)
+            result, anchors = reference.forward(scheme, io.x, problem.method.anchor_every)
+        io.y.copy_(result)
+        for place, state in zip(io.anchors, anchors.values(), strict=True):
+            place.copy_(state)
+
+    def reverse(self, problem: Problem, io: ReverseIO) -> None:
+        method, start = problem.method, io.start
+        scheme = self.scheme(problem, start.dtype)
+        anchors = {(i + 1) * method.anchor_every: state for i, state in enumerate(io.anchors)}
+        extremes = None if io.nonfinite is None else Extremes(method.steps, start)
+        watch = None if extremes is None else extremes.watch
+        if method.reverse_rule == "exact":
+            pullbacks = reference.exact(scheme, start, anchors)
+        else:
+            pullbacks = reference.adjoint(
+                method.reverse_rule, method.order, scheme, start, anchors, watch=watch
+            )
+        sums = reference.Sums()
+        with torch.autocast(start.device.type, enabled=False):
+            grad_x = reference.reverse(pullbacks, io.cotangent, sums.add)
+        if io.nonfinite is not None and extremes is not None:
+            io.nonfinite.fill_(extremes.last())
+        to_x, *to_parameters = io.gradients
+        if to_x is not None:
+            to_x.copy_(grad_x)
+        for i, gradient in enumerate(to_parameters):
+            if gradient is None:
+                continue
+            if problem.block == "conv":
+                n, k = divmod(i, PER_LAYER * problem.layers)
+                gradient.copy_(sums[scheme.f[n]][k])
+            else:
+                for n in range(gradient.shape[0]):
+                    gradient[n].copy_(sums[scheme.f[n]][i])
+
+
+REFERENCE = EngineBackend("reference")

@@ -1,0 +1,10 @@
+"""The path of modules: blocks run in PyTorch, and the backward pass runs them again.
+
+function.py      the autograd.Function of a stage of modules
+blocks.py        modules as blocks whose evaluations can be repeated exactly
+parameters.py    the places of parameters in modules, and stand-ins for them
+surroundings.py  random number generators and autocast
+
+``reference.py`` has the passes. Stages with fused kernels take the other path,
+``resode_kernels.fused``.
+"""

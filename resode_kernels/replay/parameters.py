@@ -1,0 +1,72 @@
+"""Where modules keep their parameters, and other tensors in their places for a while."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import NamedTuple
+
+from torch import nn
+
+
+class Slot(NamedTuple):
+    """A place where a module keeps a parameter, and the parameter's number in the stage."""
+
+    owner: nn.Module
+    name: str
+    number: int
+
+    def put(self, parameter: nn.Parameter | None) -> None:
+        if type(self.owner).__setattr__ is nn.Module.__setattr__:
+            self.owner._parameters[self.name] = parameter
+        else:  # the module reacts to new parameters, as nn.RNNBase does
+            setattr(self.owner, self.name, parameter)
+
+
+def trainable(
+    modules: Sequence[nn.Module],
+) -> tuple[list[nn.Parameter], dict[nn.Module, list[Slot]]]:
+    """The parameters that require grad, each once, and where each module keeps which. Parameters
+    that FSDP manages inside a module have no slots: it puts them in place."""
+    numbers: dict[nn.Parameter, int] = {}
+    slots: dict[nn.Module, list[Slot]] = {}
+    for module in dict.fromkeys(modules):
+        managed = {m for unit in module.modules() if is_sharded(unit) for m in unit.modules()}
+        slots[module] = []
+        for owner in module.modules():
+            for name, p in owner._parameters.items():
+                if p is not None and p.requires_grad:
+                    slot = Slot(owner, name, numbers.setdefault(p, len(numbers)))
+                    if owner not in managed:
+                        slots[module].append(slot)
+    return list(numbers), slots
+
+
+@contextmanager
+def standing_in(
+    parameters: Sequence[nn.Parameter],
+    slots: Sequence[Slot],
+    modes: Sequence[tuple[nn.Module, bool]],
+) -> Iterator[None]:
+    """Inside, ``parameters`` are in the slots and the modules in the train/eval modes given."""
+    now = [(slot, slot.owner._parameters[slot.name]) for slot in slots]
+    changed = [(m, mode) for m, mode in modes if m.training != mode]
+    try:
+        for slot in slots:
+            slot.put(parameters[slot.number])
+        for m, mode in changed:
+            m.training = mode
+        yield
+    finally:
+        for slot, parameter in now:
+            slot.put(parameter)
+        for m, mode in changed:
+            m.training = not mode
+
+
+def is_sharded(module: nn.Module) -> bool:
+    """Whether ``fully_shard`` was applied to the module: FSDP puts its parameters in place while it
+    runs, and reduces their gradients itself."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # not imported: nothing is sharded
+    return fsdp is not None and isinstance(module, fsdp.FSDPModule)

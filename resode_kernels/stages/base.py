@@ -1,0 +1,98 @@
+"""What all stages share, and what those with stacked parameters share."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from fractions import Fraction
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from typing_extensions import Unpack
+
+from ..interpolation import tensor_at
+from ..options import Options, StageOptions, positive_int
+
+
+class Stage(nn.Module):
+    """A stack of residual blocks: a depth, tied or untied blocks, and options."""
+
+    def __init__(self, depth: int, tied: bool, options: StageOptions) -> None:
+        super().__init__()
+        positive_int("depth", depth)
+        self.depth, self.tied = depth, tied
+        self.options = Options.of(options)
+
+    @property
+    def num_blocks(self) -> int:
+        """The number of blocks that have parameters of their own."""
+        return 1 if self.tied else self.options.blocks(self.depth)
+
+    @property
+    def runs_modules(self) -> bool:
+        """Whether its blocks run as modules, not in kernels."""
+        return False
+
+    def residual(self, n: int, x: Any, *args: Any, **kwargs: Any) -> Any:
+        """f_n(x): the residual function of block n, in plain PyTorch. A tied stage ignores n."""
+        raise NotImplementedError
+
+    def by_block(self, named: Mapping[str, Tensor]) -> list[list[Tensor]]:
+        """Tensors with the names and shapes of parameters, all or some, sorted by block."""
+        raise NotImplementedError
+
+    def configure(self, **options: Unpack[StageOptions]) -> Stage:
+        """Changes options, say ``stage.configure(backward="stored")``; returns the stage."""
+        new = Options.of({**vars(self.options), **options})
+        if not self.tied and new.blocks(self.depth) != self.num_blocks:
+            raise ValueError(
+                f"scheme={new.scheme!r} takes {new.blocks(self.depth)} blocks at depth "
+                f"{self.depth}, but this stage has {self.num_blocks}; make a new stage"
+            )
+        self.options = new
+        return self
+
+    def place_blocks(self, places: Sequence[Fraction]) -> None:
+        """Replaces the blocks by copies of those at these places (``interpolation.py``)."""
+        raise NotImplementedError
+
+    def extra_repr(self) -> str:
+        changed = [f"{k}={v!r}" for k, v in vars(self.options).items() if v != getattr(Options, k)]
+        tied = ["tied=True"] if self.tied else []
+        return ", ".join([f"depth={self.depth}", *tied, *changed])
+
+
+class StackedStage(Stage):
+    """A stage whose parameters are stacked over its blocks."""
+
+    stacked: ClassVar[tuple[str, ...]]
+    """Their names. Any of them may be None."""
+
+    def by_block(self, named: Mapping[str, Tensor]) -> list[list[Tensor]]:
+        return [[tensor[n] for tensor in named.values()] for n in range(self.num_blocks)]
+
+    def in_block(self, n: int, tensor: Tensor | None, x: Tensor) -> Any:
+        """Block n's part of a parameter, in x's dtype."""
+        return None if tensor is None else tensor[0 if self.tied else n].to(x.dtype)
+
+    def place_blocks(self, places: Sequence[Fraction]) -> None:
+        for name in self.stacked:
+            old = getattr(self, name)
+            if old is None:
+                continue
+            if name not in self._parameters:
+                raise ValueError(
+                    f"{name} is computed by a parametrization, which cannot be split into blocks; "
+                    "remove it (torch.nn.utils.parametrize.remove_parametrizations)"
+                )
+            new = torch.stack([tensor_at(old, place) for place in places])
+            setattr(self, name, nn.Parameter(new, requires_grad=old.requires_grad))
+
+
+def init_linear(weight: nn.Parameter, bias: nn.Parameter | None = None) -> None:
+    """As ``nn.Linear``: uniform in ±1/√(inputs)."""
+    bound = 1 / math.sqrt(weight.shape[-1])
+    for parameter in (weight, bias):
+        if parameter is not None:
+            nn.init.uniform_(parameter, -bound, bound)

@@ -1,0 +1,79 @@
+"""``MLPStage``: blocks f(x) = W2 σ(W1 x + b1) + b2."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from typing_extensions import Unpack
+
+from .. import functional, reference
+from ..options import StageOptions, choice, documents_options, positive_int
+from .base import StackedStage, init_linear
+
+
+@documents_options
+class MLPStage(StackedStage):
+    """``depth`` residual steps with f(x) = W2 σ(W1 x + b1) + b2.
+
+    ``stage(x)`` takes and returns [..., dim]. σ is one of ``rk.functional.ACTIVATIONS``. There are
+    ``depth`` blocks, ``depth + 1`` with ``scheme="heun"``, and a single one if ``tied``. Parameters
+    are stacked over blocks, each in ``nn.Linear``'s layout: w1 [blocks, hidden, dim], b1 [blocks,
+    hidden], w2 [blocks, dim, hidden], b2 [blocks, dim]; b1 and b2 are None without ``bias``.
+    """
+
+    stacked = ("w1", "b1", "w2", "b2")
+
+    def __init__(
+        self,
+        dim: int,
+        hidden: int,
+        depth: int,
+        activation: str = "tanh",
+        bias: bool = True,
+        tied: bool = False,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        **options: Unpack[StageOptions],
+    ) -> None:
+        super().__init__(depth, tied, options)
+        positive_int("dim", dim)
+        positive_int("hidden", hidden)
+        choice("activation", activation, functional.ACTIVATIONS)
+        self.dim, self.hidden, self.activation = dim, hidden, activation
+
+        def parameter(*shape: int) -> nn.Parameter:
+            return nn.Parameter(torch.empty(self.num_blocks, *shape, device=device, dtype=dtype))
+
+        self.w1 = parameter(hidden, dim)
+        self.b1 = parameter(hidden) if bias else None
+        self.w2 = parameter(dim, hidden)
+        self.b2 = parameter(dim) if bias else None
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        for weight, bias in ((self.w1, self.b1), (self.w2, self.b2)):
+            init_linear(weight, bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return functional.run_mlp(
+            x, self.w1, self.b1, self.w2, self.b2, self.activation, self.depth, self.options
+        )
+
+    def residual(self, n: int, x: Any, *args: Any, **kwargs: Any) -> Any:
+        theta = [self.in_block(n, p, x) for p in (self.w1, self.b1, self.w2, self.b2)]
+        return reference.MLP(self.activation, *theta).f(x, n)
+
+    def extra_repr(self) -> str:
+        bias = [] if self.b1 is not None else ["bias=False"]
+        return ", ".join(
+            [
+                f"dim={self.dim}",
+                super().extra_repr(),
+                f"hidden={self.hidden}",
+                f"activation={self.activation!r}",
+                *bias,
+            ]
+        )

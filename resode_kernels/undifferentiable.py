@@ -1,0 +1,33 @@
+"""Gradients that refuse to be differentiated a second time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def undifferentiable(
+    gradients: Sequence[Tensor | None], graph: Sequence[Tensor | None]
+) -> list[Tensor | None]:
+    """The gradients, which depend on ``graph`` as far as autograd knows, and raise an error when
+    they are differentiated."""
+    inputs = [t for t in graph if t is not None and t.requires_grad]
+    present = [g for g in gradients if g is not None]
+    guarded = iter(Undifferentiable.apply(len(present), *present, *inputs))
+    return [g if g is None else next(guarded) for g in gradients]
+
+
+class Undifferentiable(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, count: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+        return tuple(gradient.view_as(gradient) for gradient in tensors[:count])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        raise RuntimeError(
+            "resode_kernels: the gradients of a stage cannot be differentiated a second time "
+            "(double backward). Build the network from plain PyTorch operations if you need that."
+        )
