@@ -16,8 +16,8 @@ from resode_kernels import nonfinite
 from resode_kernels.backends.triton import tiles
 from resode_kernels.backends.triton.spec import Tile
 from resode_kernels.fused import ops
-from resode_kernels.fused.problem import Problem
 from resode_kernels.options import Options
+from resode_kernels.problem import Problem
 
 ROWS, DEPTH = 1024, 8
 WIDTHS = (16, 32, 64, 128)

@@ -32,8 +32,8 @@ from resode_kernels.backends.triton.plan import Plan, plan_of, spec_of
 from resode_kernels.backends.triton.rows import TILE, Rows
 from resode_kernels.backends.triton.spec import KernelSpec
 from resode_kernels.backends.triton.tiles import tiles_of
-from resode_kernels.fused.problem import Problem
 from resode_kernels.options import Options
+from resode_kernels.problem import Problem
 from resode_kernels.states import stream_dtype
 
 

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from .fused.problem import ConvLayer
 from .options import Options, positive_int
+from .problem import ConvLayer
 
 DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 OPTIONAL = ("b1", "b2")

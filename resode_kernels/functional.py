@@ -12,8 +12,8 @@ from typing_extensions import Unpack
 
 from . import backends, checks, reference
 from .fused import autograd
-from .fused.problem import ConvLayer, Problem
 from .options import Options, StageOptions, choice
+from .problem import ConvLayer, Problem
 from .replay import function
 from .states import State, parts
 

@@ -11,7 +11,7 @@ from typing_extensions import TypedDict
 
 Scheme = Literal["euler", "heun"]
 Backward = Literal["adjoint", "stored", "checkpoint"]
-ReverseRule = Literal["refined", "paper", "predicted"]
+ReverseRule = Literal["paper", "refined", "predicted"]
 NonFinite = Literal["raise", "warn", "ignore"]
 BackendName = Literal["auto", "cpp", "cuda", "triton", "reference"]
 
@@ -24,8 +24,8 @@ class Orders(NamedTuple):
 
 
 ORDERS: dict[str, Orders] = {
-    "refined": Orders(1, math.inf),
     "paper": Orders(1, 1),
+    "refined": Orders(1, math.inf),
     "predicted": Orders(2, 3),
 }
 
@@ -38,7 +38,7 @@ class StageOptions(TypedDict, total=False):
     backward      "adjoint": reconstruct the states in the backward pass, store none;
                   "stored": store every state (exact); "checkpoint": store every
                   ``anchor_every``-th state and recompute the others (exact)
-    reverse       the reverse rule, which reconstructs the states: "refined", "paper" or "predicted"
+    reverse       the reverse rule, which reconstructs the states: "paper", "refined" or "predicted"
     order         of "refined" (1, 2, …; default 1) or "predicted" (1 to 3; default 2)
     anchor_every  k: store the states x[k], x[2k], … and restart the reconstruction at each.
                   None: store none; with backward="checkpoint": k = √depth

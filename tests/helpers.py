@@ -16,7 +16,7 @@ import resode_kernels as rk
 from resode_kernels import reference
 from resode_kernels.backends import REGISTRY, cpp, native
 from resode_kernels.backends.engine import EngineBackend
-from resode_kernels.fused.problem import Problem
+from resode_kernels.problem import Problem
 
 RULES: list[dict[str, Any]] = [
     {"reverse": "paper"},

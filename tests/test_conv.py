@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.library import opcheck
 
 import resode_kernels as rk
-from resode_kernels.fused.problem import Problem
 from resode_kernels.options import Options
+from resode_kernels.problem import Problem
 
 BACKENDS = [pytest.param("cpp", marks=pytest.mark.needs_cpp), "reference"]
 

@@ -59,7 +59,7 @@ def mlp_arguments(**changes: Any) -> dict[str, Any]:
         ({"activation": "softmax"}, ValueError, "activation must be one of 'relu'.*'softmax'"),
         ({"scheme": "rk4"}, ValueError, "scheme must be one of 'euler', 'heun', not 'rk4'"),
         ({"backward": "fast"}, ValueError, "backward must be one of 'adjoint'.*not 'fast'"),
-        ({"reverse": "exact"}, ValueError, "reverse must be one of 'refined'.*not 'exact'"),
+        ({"reverse": "exact"}, ValueError, "reverse must be one of 'paper'.*not 'exact'"),
         ({"order": 0}, ValueError, "order must be at least 1, not 0"),
         (
             {"reverse": "predicted", "order": 4},

@@ -28,8 +28,8 @@ from resode_kernels import reference
 from resode_kernels.backends import REGISTRY
 from resode_kernels.backends.contract import Backend, ForwardIO, ReverseIO
 from resode_kernels.backends.engine import REFERENCE
-from resode_kernels.fused.problem import Problem
 from resode_kernels.options import Options
+from resode_kernels.problem import Problem
 from resode_kernels.replay import function
 from resode_kernels.states import stream_dtype
 

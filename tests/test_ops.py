@@ -9,7 +9,7 @@ import torch
 from helpers import RULES, make_stage, name
 from torch.library import opcheck
 
-from resode_kernels.fused.problem import Problem
+from resode_kernels.problem import Problem
 
 BACKENDS = [pytest.param("cpp", marks=pytest.mark.needs_cpp), "reference"]
 ALL_BACKENDS = [*BACKENDS, "triton"]  # the last by Triton's interpreter, so rarely

@@ -19,8 +19,8 @@ import torch
 import resode_kernels as rk
 from resode_kernels import backends, info
 from resode_kernels.backends import cpp, cuda, native
-from resode_kernels.fused.problem import Problem
 from resode_kernels.options import Options
+from resode_kernels.problem import Problem
 
 ROOT = Path(__file__).resolve().parent.parent
 

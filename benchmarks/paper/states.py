@@ -12,7 +12,7 @@ from torch import Tensor
 import resode_kernels as rk
 from resode_kernels import reference
 from resode_kernels.backends.engine import REFERENCE
-from resode_kernels.fused.problem import Problem
+from resode_kernels.problem import Problem
 
 
 def _scheme(stage: rk.MLPStage) -> reference.Scheme:

@@ -8,7 +8,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from ..fused.problem import Problem
+from ..problem import Problem
 from ..reference import Combine
 
 

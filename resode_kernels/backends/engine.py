@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from .. import reference
-from ..fused.problem import PER_LAYER, Problem
 from ..nonfinite import Extremes
+from ..problem import PER_LAYER, Problem
 from .contract import ForwardIO, ReverseIO
 
 

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .. import reference
-from ..fused.problem import Problem
+from ..problem import Problem
 from .contract import ReverseIO
 from .engine import EngineBackend
 from .rows import dense, laid_out_like

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..fused.problem import Problem
+from ..problem import Problem
 from .contract import ForwardIO, ReverseIO
 
 

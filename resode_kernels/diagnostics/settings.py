@@ -19,15 +19,8 @@ from ..states import State, in_stream, parts
 from .gradients import GradientError
 from .probe import Gradients, Loss, Probe, saved_bytes
 
-RULES = (
-    ("paper", 1),
-    ("refined", 1),
-    ("refined", 2),
-    ("refined", 3),
-    ("predicted", 1),
-    ("predicted", 2),
-    ("predicted", 3),
-)
+HIGHEST_ORDER = 3
+"""Of those that are compared."""
 MARGIN = 2.0
 """A setting is trusted with a bound if it stays below it by this factor: other batches differ."""
 NEARBY = 3
@@ -71,11 +64,16 @@ CHECKPOINT, STORED = Setting("checkpoint"), Setting("stored")
 
 
 def candidates(depth: int) -> list[Setting]:
-    """Every rule and order, without anchors and with some around √depth apart, which is where
-    checkpoints would be."""
+    """Every reverse rule and order, without anchors and with some around √depth apart, which is
+    where checkpoints would be."""
+    rules = [
+        (rule, order)
+        for rule, orders in ORDERS.items()
+        for order in range(1, int(min(orders.largest, HIGHEST_ORDER)) + 1)
+    ]
     root = max(2, round(math.sqrt(depth)))
     spacings = [k for k in (2 * root, root, root // 2) if 1 < k < depth]
-    return [Setting("adjoint", rule, order, k) for k in (None, *spacings) for rule, order in RULES]
+    return [Setting("adjoint", rule, order, k) for k in (None, *spacings) for rule, order in rules]
 
 
 @dataclass(frozen=True)

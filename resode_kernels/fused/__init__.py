@@ -1,9 +1,8 @@
 """The fused path: a whole stage is one kernel call in each direction.
 
-problem.py    what a backend is given: a block, its parameters and a method
 autograd.py   the autograd.Function of a stage
 ops.py        the forward and the reverse pass as torch.library ops
 
-``resode_kernels.functional`` makes the problem, ``resode_kernels.backends`` run it. Stages whose
-blocks are modules take the other path, ``resode_kernels.replay``.
+``resode_kernels.functional`` makes the ``Problem``, ``resode_kernels.backends`` run it. Stages
+whose blocks are modules take the other path, ``resode_kernels.replay``.
 """

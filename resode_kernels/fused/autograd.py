@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..problem import Problem
 from ..states import stream_dtype
 from ..undifferentiable import undifferentiable
 from . import ops
-from .problem import Problem
 
 
 def run(x: Tensor, problem: Problem, backend: str) -> tuple[Tensor, Tensor]:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from .. import backends, nonfinite
 from ..backends.contract import ForwardIO, ReverseIO
-from .problem import Problem, schema
+from ..problem import Problem, schema
 
 library = torch.library.Library("resode_kernels", "DEF")
 library.define(

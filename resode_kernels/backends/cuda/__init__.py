@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from ...fused.problem import Problem
+from ...problem import Problem
 from .. import native
 from ..contract import ForwardIO, ReverseIO
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...fused.problem import Problem
+from ...problem import Problem
 from .. import native
 from ..contract import ForwardIO, ReverseIO
 from .gpu import gpu_of, module

@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from ...fused.problem import Problem
+from ...problem import Problem
 from ..contract import ForwardIO, ReverseIO
 
 name = "triton"

@@ -8,8 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ...fused.problem import Problem
 from ...nonfinite import new_flag
+from ...problem import Problem
 from ..contract import ForwardIO, ReverseIO
 from . import tuning
 from .device import device_of

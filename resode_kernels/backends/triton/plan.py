@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...fused.problem import Problem
+from ...problem import Problem
 from ..precision import tf32_allowed
 from . import interpreted
 from .device import Device

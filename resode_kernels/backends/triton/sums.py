@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ...fused.problem import Problem
+from ...problem import Problem
 from .launch import launch
 from .plan import Plan
 from .stage import reduce_kernel

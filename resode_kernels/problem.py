@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, get_type_hints
 
 from torch import Tensor
 
-from ..options import Method
+from .options import Method
 
 
 class ConvLayer(NamedTuple):
