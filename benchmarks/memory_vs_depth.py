@@ -3,33 +3,30 @@ the reverse rules of resode_kernels.
 
     python benchmarks/memory_vs_depth.py
 
-Memory is the rise of the process's peak over what it used before the step, in a fresh process per
-point, gradients of the parameters included. Times are medians of interleaved runs in one process.
-The relative error is that of all parameter gradients against standard backprop's. Writes
-memory_vs_depth.csv and memory_vs_depth.png.
+Memory is the rise of the process's peak over the memory in use before the step, in a fresh process
+per point, with the gradients of the parameters. Times are medians of steps that take turns in one
+process. The relative error is that of all parameter gradients against those of standard backprop.
+Writes memory_vs_depth.csv and memory_vs_depth.png; the names of other stages end in the stage.
 """
 
 from __future__ import annotations
 
 import argparse
+import sys
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent / "lib"))
 
 import matplotlib
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import torch
-from contestants import relative, run
+from colours import COLOURS
+from gate import relative_error, run_step
 from matplotlib.ticker import FuncFormatter, NullFormatter
-from measure import (
-    in_fresh_process,
-    interleaved,
-    machine,
-    megabytes,
-    peak_memory,
-    write_csv,
-)
+from measure import in_fresh_process, interleaved, peak_memory
 from networks import (
     NETWORKS,
     RULES,
@@ -37,9 +34,10 @@ from networks import (
     WEIGHTS,
     Config,
     Network,
+    label,
     make_network,
 )
-from pictures import COLOURS
+from output import RESULTS, machine, megabytes, write_csv
 from tqdm import tqdm
 
 
@@ -67,18 +65,18 @@ def step_memory(config: Config, contestant: str) -> int:
 
 
 def compare_gradients(network: Network) -> dict[str, float]:
-    """Relative gradient errors; refuses to go on if the outputs do not agree."""
+    """Relative gradient errors. Exits if the outputs do not agree."""
     steps = network.contestants()
-    exact = run(network, steps[STANDARD])
+    exact = run_step(network, steps[STANDARD])
     errors = {}
     for name, step in steps.items():
-        mine = run(network, step)
-        difference = relative(mine.output, exact.output)
+        mine = run_step(network, step)
+        difference = relative_error(mine.output, exact.output)
         if not difference < 1e-4:
             raise SystemExit(
                 f"{name}: the output differs from standard backprop's by {difference:.1e}"
             )
-        errors[name] = relative(mine.gradients, exact.gradients)
+        errors[name] = relative_error(mine.gradients, exact.gradients)
     return errors
 
 
@@ -151,7 +149,7 @@ def plot(points: list[Point], config: Config, path: Path) -> None:
         mine = [p for p in points if p.contestant == name]
         style = {
             "color": COLOURS[name],
-            "label": f"resode_kernels, {name}" if name in RULES else name,
+            "label": label(name),
             "marker": "o" if name in RULES else "s",
             "markersize": 5,
             "linewidth": 2,
@@ -162,8 +160,10 @@ def plot(points: list[Point], config: Config, path: Path) -> None:
         right.plot([p.depth for p in mine], [p.time_ratio for p in mine], **style)
     depths = sorted({p.depth for p in points})
     floor = [parameter_bytes(replace(config, depth=depth)) / 2**20 for depth in depths]
-    label = "parameter gradients alone"
-    left.plot(depths, floor, color="#999999", linewidth=1.2, linestyle=":", label=label)
+    left.plot(
+        depths, floor, color="#999999", linewidth=1.2, linestyle=":",
+        label="parameter gradients alone",
+    )  # fmt: skip
     left.set(yscale="log", title="Peak memory of a training step", ylabel="MiB")
     left.yaxis.set_major_formatter(FuncFormatter(lambda v, _: f"{v:g}"))
     right.set(title="Time of a training step, relative to standard backprop", ylim=(0, None))
@@ -212,7 +212,7 @@ def main() -> None:
         nargs="+",
         help="default: 4 16 64 256 1024 (residual: 4 16 64; conv: 4 16 64 128)",
     )
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
+    parser.add_argument("--out", type=Path, default=RESULTS)
     args = parser.parse_args()
     if args.device != "cpu" and not torch.cuda.is_available():
         parser.error(f"--device {args.device}: torch finds no GPU here")

@@ -18,8 +18,9 @@ from typing import Any
 
 import compare
 import compare_builds
-import contestants as who
+import gate
 import measure
+import output
 import peers
 import profile_step
 import pytest
@@ -27,7 +28,8 @@ import report
 import scaling
 import torch
 import workloads
-from contestants import EVERYONE, EXACT, Gate, Refused, enlist, relative, run
+from contestants import EVERYONE, EXACT, contestants_of
+from gate import Gate, Refused, relative_error, run_step
 from measure import Times, bandwidth, in_fresh_process, interleaved, keep_memory, time_limit
 from networks import (
     CHANNELS_LAST,
@@ -37,22 +39,22 @@ from networks import (
     STANDARD,
     Config,
     Network,
+    config_of_shape,
     make_network,
 )
 from peers import PEERS, CouplingNetwork, MomentumNetwork
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
-from workloads import shaped
 
 from resode_kernels.backends import cpp
 from resode_kernels.fused import ops
 
 pytestmark = pytest.mark.needs_cpp
 
-MLP = shaped("64,16,16")
-CONV = shaped("16,2,8,6", "conv")
-BOTTLENECK = shaped("256,2,4,4", "bottleneck")
-TRANSFORMER = shaped("64,64,8", "residual")
+MLP = config_of_shape("64,16,16")
+CONV = config_of_shape("16,2,8,6", "conv")
+BOTTLENECK = config_of_shape("256,2,4,4", "bottleneck")
+TRANSFORMER = config_of_shape("64,64,8", "residual")
 KINDS = [MLP, CONV, BOTTLENECK, TRANSFORMER]
 # Compiling takes longer than all the rest, and has a test of its own.
 QUICK_TO_START = [name for name in EVERYONE if name != COMPILED]
@@ -88,7 +90,7 @@ def test_the_gate_admits_everyone_as_they_are(config: Config) -> None:
     gate = Gate()
     errors = {
         name: gate.check(contestant)
-        for name, contestant in enlist(make_network(config), QUICK_TO_START).items()
+        for name, contestant in contestants_of(make_network(config), QUICK_TO_START).items()
     }
     assert set(errors) >= {STANDARD, PLAIN, *RULES}
     if config.activation != "relu":
@@ -99,7 +101,7 @@ def test_the_gate_admits_everyone_as_they_are(config: Config) -> None:
 def test_the_gate_refuses_a_kernel_that_is_wrong_by_a_little(rule: str) -> None:
     """By less than its rule's own error."""
     network = make_network(MLP)
-    contestant = enlist(network, [rule])[rule]
+    contestant = contestants_of(network, [rule])[rule]
     error = Gate().check(contestant)
 
     def wrong() -> None:
@@ -115,7 +117,7 @@ def test_the_gate_refuses_a_kernel_that_is_wrong_by_a_little(rule: str) -> None:
 @pytest.mark.parametrize("name", [STANDARD, PLAIN, "paper"])
 def test_the_gate_refuses_gradients_beyond_what_is_stated(name: str) -> None:
     network = make_network(MLP)
-    contestant = enlist(network, [name])[name]
+    contestant = contestants_of(network, [name])[name]
 
     def wrong() -> None:
         contestant.step()
@@ -130,7 +132,7 @@ def test_the_gate_refuses_gradients_beyond_what_is_stated(name: str) -> None:
 def test_a_refused_contestant_has_no_time(
     measured_quickly: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(who, "ROUNDING", 0.0)
+    monkeypatch.setattr(gate, "ROUNDING", 0.0)
     rows = compare_quickly(MLP, [STANDARD, "predicted"])
     row = rows["predicted"]
     assert row.seconds is row.time_ratio is row.fraction_of_peak is row.peak_bytes is None
@@ -141,19 +143,19 @@ def test_a_refused_contestant_has_no_time(
 
 def test_the_gate_refuses_another_network() -> None:
     network = make_network(MLP)
-    contestant = enlist(network, [STANDARD])[STANDARD]
-    other = lambda: network.train(lambda x: 1.001 * network.steps(0, MLP.depth, x))  # noqa: E731
+    contestant = contestants_of(network, [STANDARD])[STANDARD]
+    other = lambda: network.train(lambda x: 1.001 * network.plain_loop(0, MLP.depth, x))  # noqa: E731
     with pytest.raises(Refused, match="output"):
         Gate().check(replace(contestant, step=other))
 
 
 def test_stated_errors_shrink_with_depth_as_the_orders_promise() -> None:
     deeper = replace(MLP, depth=4 * MLP.depth)
-    for name, order in who.ORDERS.items():
-        smooth = who.stated_error(name, MLP) / who.stated_error(name, deeper)
+    for name, order in gate.ORDERS.items():
+        smooth = gate.stated_error(name, MLP) / gate.stated_error(name, deeper)
         assert smooth == pytest.approx(4**order)
-        kinks = who.stated_error(name, replace(MLP, activation="relu", depth=16))
-        assert kinks > who.stated_error(name, MLP)
+        kinks = gate.stated_error(name, replace(MLP, activation="relu", depth=16))
+        assert kinks > gate.stated_error(name, MLP)
 
 
 def test_one_who_fails_or_takes_too_long_says_so_and_the_others_go_on(
@@ -189,9 +191,9 @@ def test_one_who_fails_or_takes_too_long_says_so_and_the_others_go_on(
 def test_the_compiled_loop_is_the_same_network(monkeypatch: pytest.MonkeyPatch) -> None:
     """Traced, and not made into machine code, which takes long."""
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
-    network = make_network(shaped("16,8,6", scheme="heun"))
+    network = make_network(config_of_shape("16,8,6", scheme="heun"))
     network.compiled_length = 4  # the last segment is shorter
-    assert Gate().check(enlist(network, [COMPILED])[COMPILED]) < 1e-5
+    assert Gate().check(contestants_of(network, [COMPILED])[COMPILED]) < 1e-5
 
 
 @pytest.mark.parametrize("config", KINDS, ids=by_name)
@@ -215,16 +217,16 @@ def test_couplings_of_other_sizes_are_refused() -> None:
 def test_packages_train_what_their_plain_loop_defines(name: str, config: Config) -> None:
     peer = PEERS[name]
     pytest.importorskip(peer.package, reason="needs the bench-peers extra")
-    found = enlist(make_network(config), [name])
+    found = contestants_of(make_network(config), [name])
     assert (name in found) == (config.scheme in peer.schemes)
     for contestant in found.values():
         network = contestant.network
         plain, theirs = (
-            run(network, network.training_steps()[STANDARD]),
-            run(network, contestant.step),
+            run_step(network, network.training_steps()[STANDARD]),
+            run_step(network, contestant.step),
         )
-        assert relative(theirs.output, plain.output) < 1e-4
-        assert relative(theirs.gradients, plain.gradients) <= contestant.stated
+        assert relative_error(theirs.output, plain.output) < 1e-4
+        assert relative_error(theirs.gradients, plain.gradients) <= contestant.stated
 
 
 def test_packages_that_are_not_installed_are_left_out_with_a_note(
@@ -238,7 +240,10 @@ def test_packages_that_are_not_installed_are_left_out_with_a_note(
         return import_module(name, *args)
 
     monkeypatch.setattr(importlib, "import_module", none_of_them)
-    assert list(enlist(make_network(MLP), [STANDARD, *PEERS, "paper"])) == [STANDARD, "paper"]
+    assert list(contestants_of(make_network(MLP), [STANDARD, *PEERS, "paper"])) == [
+        STANDARD,
+        "paper",
+    ]
     monkeypatch.setattr(compare, "WORKLOADS", [])
     monkeypatch.setattr(compare, "QUICK", [workloads.Workload(MLP, (STANDARD,))])
     monkeypatch.setattr(compare, "in_fresh_process", in_this_process)
@@ -252,7 +257,7 @@ def test_packages_that_are_not_installed_are_left_out_with_a_note(
 
 
 def test_bytes_and_products_are_counted_as_the_kernels_headers_say() -> None:
-    network = make_network(shaped("64,1000,4"))
+    network = make_network(config_of_shape("64,1000,4"))
     state, weights = 4 * 64 * 1000, 4 * (2 * 64 * 64 + 2 * 64)
     assert network.bytes_moved("paper") == 4 * ((2 + 4) * state + 3 * weights)
     assert network.bytes_moved("predicted") == 4 * ((2 + 4 + 3) * state + 3 * weights)
@@ -347,7 +352,7 @@ def test_a_whole_run_writes_csv_and_pictures(
 
 
 def test_memory_of_a_step_is_measured_in_a_fresh_process() -> None:
-    config = shaped("64,4096,16")
+    config = config_of_shape("64,4096,16")
     standard, ours = (
         compare.in_fresh_process(compare.step_memory, config, name) for name in (STANDARD, "paper")
     )
@@ -376,7 +381,7 @@ def test_results_are_read_as_they_were_written(tmp_path: Path) -> None:
         report.Row(CONV.name, "momentumnet", stated_error=1e-5, note="gradients off, by a lot"),
     ]
     report.write(tmp_path / "compare.csv", configs, rows)
-    assert report.read(tmp_path / "compare.csv") == (rows, configs, measure.machine())
+    assert report.read(tmp_path / "compare.csv") == (rows, configs, output.machine())
 
 
 def test_scaling_reports_every_rule(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -397,7 +402,7 @@ def test_scaling_reports_growth_with_memory_kept(
 
     asked: list[Any] = []
     monkeypatch.setattr(scaling, "in_fresh_process", in_process)
-    monkeypatch.setattr(scaling, "shaped", lambda _: shaped("8,4,1"))
+    monkeypatch.setattr(scaling, "config_of_shape", lambda _: config_of_shape("8,4,1"))
     scaling.main(["--only", "depth-kept", "--seconds", "0", "--out", str(tmp_path)])
     with (tmp_path / "scaling.csv").open() as file:
         lines = list(csv.DictReader(file))
@@ -459,7 +464,7 @@ def test_a_step_can_be_profiled(
 
 def test_steps_can_be_timed_by_pytest_benchmark() -> None:
     """With the project's own options; those of parallel runs would disable it."""
-    root = Path(compare.__file__).parents[1]
+    root = Path(compare.__file__).parents[2]
     alone = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
     pytest_of_here = str(Path(sys.executable).with_name("pytest"))
     command = [pytest_of_here, "benchmarks", "--benchmark-only", "--collect-only"]

@@ -1,4 +1,4 @@
-"""The cost model of benchmarks/gpu_costs.py: what it counts, how it extends counts to the size of a
+"""The cost model of benchmarks/gpu/costs.py: what it counts, how it extends counts to the size of a
 GPU's problem, and the figures that the kernels keep to."""
 
 from __future__ import annotations
@@ -13,9 +13,17 @@ pytest.importorskip("triton", reason="Triton is not installed")
 
 import triton
 import triton.language as tl
-from gpu_costs import GPU, GPUS, costs
-from passes import Case, count_kernels, count_standard, kernels, plan, size, standard
-from traffic import Launch, by_name, counting
+from costs import GPU, GPUS, costs
+from pass_traffic import (
+    Case,
+    count_kernels,
+    count_standard,
+    kernel_traffic,
+    pass_size,
+    plan_on,
+    standard_traffic,
+)
+from traffic import Launch, counting, sum_by_kernel
 
 from resode_kernels.backends import triton as backend
 from resode_kernels.backends.triton import normalization
@@ -189,11 +197,11 @@ CONV = Case(stage="conv", dim=3, depth=4, batch=3, size=20, activation="relu")
 )
 def test_a_pass_is_predicted_exactly(case: Case, programs: int, steps: int) -> None:
     for reverse in (False, True):
-        layout = plan(case, INTERPRETER, reverse=reverse)
+        layout = plan_on(case, INTERPRETER, reverse=reverse)
         assert layout is not None
         layout = layout._replace(programs=programs, steps=steps)
-        counted = by_name(count_kernels(case, layout, reverse=reverse))
-        predicted = kernels(case, layout, reverse=reverse)
+        counted = sum_by_kernel(count_kernels(case, layout, reverse=reverse))
+        predicted = kernel_traffic(case, layout, reverse=reverse)
         assert set(predicted) == set(counted)
         for name, launch in counted.items():
             # A program with a single tile does not come back to its sums: revisited is a bound.
@@ -212,11 +220,11 @@ def test_a_pass_is_predicted_exactly(case: Case, programs: int, steps: int) -> N
 def test_a_pass_by_layers_is_predicted_exactly(case: Case, programs: int) -> None:
     """With five tiles, the last of them not full, and at most so many programs for a reduction."""
     for reverse in (False, True):
-        assert plan(case, INTERPRETER, reverse=reverse) is None
+        assert plan_on(case, INTERPRETER, reverse=reverse) is None
         with patch.object(normalization, "PROGRAMS", programs):
-            counted = by_name(count_kernels(case, None, reverse=reverse))
-            assert kernels(case, None, reverse=reverse) == counted
-            at = size(case, None, reverse=reverse)
+            counted = sum_by_kernel(count_kernels(case, None, reverse=reverse))
+            assert kernel_traffic(case, None, reverse=reverse) == counted
+            at = pass_size(case, None, reverse=reverse)
         assert (at.rows, at.tiles, at.programs) == (1200, 5, min(5, programs))
 
 
@@ -231,17 +239,17 @@ def test_standard_backprop_is_predicted_exactly(
         CONV if stage == "conv" else SMALL, stage=stage, scheme=scheme, tied=tied, dtype=dtype
     )
     for reverse, counted in enumerate(count_standard(case)):
-        assert standard(case, reverse=bool(reverse)) == by_name(counted)
+        assert standard_traffic(case, reverse=bool(reverse)) == sum_by_kernel(counted)
 
 
 def test_what_the_cache_has_to_hold_is_predicted_exactly() -> None:
     case = replace(LINEAR, batch=128)
-    layout = plan(case, INTERPRETER, reverse=True)
+    layout = plan_on(case, INTERPRETER, reverse=True)
     assert layout is not None
     layout = layout._replace(programs=2, steps=3)  # two tiles or more for each
     counted = max(one.revisited for one in count_kernels(case, layout, reverse=True))
-    assert kernels(case, layout, reverse=True)["reverse_kernel"].revisited == counted
-    assert size(case, layout, reverse=True).longest == 3
+    assert kernel_traffic(case, layout, reverse=True)["reverse_kernel"].revisited == counted
+    assert pass_size(case, layout, reverse=True).longest == 3
 
 
 # --------------------------------------------------------------------------------- the figures

@@ -80,7 +80,7 @@ def test_kernels_keep_to_registers_and_multiply_on_tensor_cores(
     assert fused == 4 * len(nvcc.PRECISIONS)  # forward and reverse, of MLPs and linear stages
 
 
-# -------------------------------------------------------------------- benchmarks/cuda_resources.py
+# ---------------------------------------------------------------- benchmarks/gpu/cuda_resources.py
 
 
 @pytest.fixture

@@ -17,10 +17,9 @@ import pytest
 
 pytest.importorskip("triton")
 
-from offline import offline
-from resources import occupancy
-from targets import TARGETS
+from targets import TARGETS, occupancy
 from triton.runtime import driver
+from triton_offline import offline
 
 NVIDIA = [name for name, target in TARGETS.items() if target.nvidia]
 GROUPS = [["sm_80", "gfx942"], ["sm_90", "sm_100", "sm_120"]]
@@ -33,7 +32,7 @@ pytestmark = pytest.mark.xdist_group(__name__)  # one process makes what all sha
 def found() -> dict[str, Any]:
     """target → way of compiling → what came out, see tiny_kernels.py."""
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    paths = [str(TESTS.parent), str(TESTS.parent / "benchmarks")]
+    paths = [str(TESTS.parent), str(TESTS.parent / "benchmarks" / "gpu")]
     environment["PYTHONPATH"] = os.pathsep.join([*paths, os.environ.get("PYTHONPATH", "")])
     processes = [
         subprocess.Popen(

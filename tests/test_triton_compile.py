@@ -14,8 +14,8 @@ import pytest
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
-from gpu_cases import QUICK, cases
 from targets import TARGETS
+from triton_cases import QUICK, cases
 
 from resode_kernels.backends.triton.spec import Tile
 from resode_kernels.backends.triton.tiles import shared_bytes
@@ -40,13 +40,14 @@ pytestmark = pytest.mark.xdist_group(__name__)  # one process makes what all sha
 
 @pytest.fixture(scope="module")
 def rows(tmp_path_factory: pytest.TempPathFactory) -> list[Row]:
-    """The table of gpu_resources.py, made in processes where Triton compiles."""
+    """The table of triton_resources.py, made in processes where Triton compiles."""
     path = tmp_path_factory.mktemp("compiled") / "gpu_resources.csv"
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     paths = [str(BENCHMARKS.parent), os.environ.get("PYTHONPATH", "")]
     environment["PYTHONPATH"] = os.pathsep.join(paths)
-    script = [sys.executable, BENCHMARKS / "gpu_resources.py", "--quick", "--output", path]
-    done = subprocess.run(script, env=environment, capture_output=True, text=True)
+    script = BENCHMARKS / "gpu" / "triton_resources.py"
+    command = [sys.executable, script, "--quick", "--output", path]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr  # does not compile, spills, or too much shared memory
     with path.open(newline="") as file:
         return list(csv.DictReader(file))

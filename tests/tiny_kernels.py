@@ -20,12 +20,12 @@ from typing import Any, NamedTuple
 import torch
 import triton
 import triton.language as tl
-from gpu_cases import Case
-from gpu_resources import measure
-from offline import offline
-from resources import resources
 from targets import TARGETS
 from triton.runtime.errors import OutOfResources
+from triton_cases import Case
+from triton_code import resources
+from triton_offline import offline
+from triton_resources import measure
 
 
 class Tile(NamedTuple):
@@ -118,7 +118,7 @@ def describe(target: str, way: Callable[[], None]) -> dict[str, Any]:
 
 
 def failures(target: str) -> dict[str, list[str]]:
-    """What gpu_resources.py says of cases that should not be."""
+    """What triton_resources.py says of cases that should not be."""
     bad = {name: ways(target)[name] for name in ("few registers", "six stages")}
     bad["no launch"] = list
     return {name: measure(Case(name, "any", run), target).failures for name, run in bad.items()}

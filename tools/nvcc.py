@@ -1,6 +1,6 @@
 """Finds nvcc, and knows what to compile csrc/cuda with.
 
-setup.py builds the module `_CUDA` by it, benchmarks/cuda_resources.py looks at the code. nvcc
+setup.py builds the module `_CUDA` by it, benchmarks/gpu/cuda_resources.py looks at the code. nvcc
 compiles the files of csrc/cuda that are plain C++, too, and links: it knows where its headers and
 its runtime are.
 """

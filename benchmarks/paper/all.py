@@ -19,8 +19,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
-from experiment import Options, Verdict, parser, save
-from measure import machine
+from experiment import Options, Verdict, machine, parser, save
 
 EXPERIMENTS = (
     "fig1_trajectories",
@@ -37,7 +36,7 @@ EXPERIMENTS = (
 
 @dataclass
 class Done:
-    """An experiment and what came of it; ``Result`` says more of the fields."""
+    """An experiment that was run, and its result; ``Result`` explains the fields."""
 
     name: str
     quick: bool

@@ -20,7 +20,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "lib"))
+
 import matplotlib as mpl
+import output
 import torch
 
 mpl.use("Agg")
@@ -28,13 +31,10 @@ import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, NullFormatter
+from output import machine, write_csv
 from tqdm import tqdm
 
-BENCHMARKS = Path(__file__).resolve().parents[1]
-sys.path.append(str(BENCHMARKS))
-from measure import machine, write_csv  # noqa: E402
-
-RESULTS = BENCHMARKS / "results" / "paper"
+RESULTS = output.RESULTS / "paper"
 
 COLOURS = {
     "exact": "#222222",
