@@ -3,7 +3,7 @@
 # workspace gets poisoned red zones between its buffers, so that an overrun inside it is found too.
 #
 #     tests/sanitize.sh                     all kernel tests
-#     tests/sanitize.sh tests/test_ops.py   these
+#     tests/sanitize.sh tests/api/test_ops.py   these
 #
 # Needs GCC (or CXX=clang++ with its runtime) and the test extra of an installed resode_kernels.
 set -euo pipefail
@@ -20,7 +20,7 @@ rm -f "$work"/source/resode_kernels/*.so
 RESODE_CXXFLAGS=$flags python -m pip install -q --no-deps --target "$work" "$work/source"
 
 cd "$root"
-[ $# -gt 0 ] || set -- tests/test_accuracy.py tests/test_properties.py tests/test_repeatable.py tests/test_conv.py
+[ $# -gt 0 ] || set -- tests/kernels/test_{accuracy,properties,repeatable,conv}.py
 LD_PRELOAD="$($CXX -print-file-name=libasan.so) $($CXX -print-file-name=libubsan.so)" \
     ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 \
     PYTHONPATH=$work pytest -p no:cacheprovider "$@"

@@ -36,7 +36,7 @@ case $sanitizer in
 esac
 
 cd "$root"
-[ $# -gt 0 ] || set -- -n auto -k cuda tests/test_fused.py tests/test_cuda.py tests/test_layerwise_*.py
+[ $# -gt 0 ] || set -- -n auto -k cuda tests/kernels/test_{fused,cuda}.py tests/kernels/test_layerwise_*.py
 export RESODE_EMULATION_FLAGS="-O1 -fno-omit-frame-pointer $flags ${RESODE_EMULATION_FLAGS:-}"
 LD_PRELOAD=$preload OMP_NUM_THREADS=1 \
     "${run[@]}" python -m pytest -p no:cacheprovider --capture=sys "$@"

@@ -20,7 +20,7 @@
 //
 // All coefficients are 0, ±1 and 1/2, and the sums over channels are nine times shorter than those
 // of the plain formula: rounding errors stay at the level of a direct convolution's
-// (tests/test_accuracy.py).
+// (tests/kernels/test_accuracy.py).
 
 #pragma once
 

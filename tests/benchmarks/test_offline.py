@@ -23,7 +23,7 @@ from triton_offline import offline
 
 NVIDIA = [name for name, target in TARGETS.items() if target.nvidia]
 GROUPS = [["sm_80", "gfx942"], ["sm_90", "sm_100", "sm_120"]]
-TESTS = Path(__file__).parent
+ROOT = Path(__file__).resolve().parents[2]
 
 pytestmark = pytest.mark.xdist_group(__name__)  # one process makes what all share
 
@@ -32,11 +32,11 @@ pytestmark = pytest.mark.xdist_group(__name__)  # one process makes what all sha
 def found() -> dict[str, Any]:
     """target → way of compiling → what came out, see tiny_kernels.py."""
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    paths = [str(TESTS.parent), str(TESTS.parent / "benchmarks" / "gpu")]
+    paths = [str(ROOT), str(ROOT / "benchmarks" / "gpu")]
     environment["PYTHONPATH"] = os.pathsep.join([*paths, os.environ.get("PYTHONPATH", "")])
     processes = [
         subprocess.Popen(
-            [sys.executable, TESTS / "tiny_kernels.py", *group],
+            [sys.executable, ROOT / "tests" / "support" / "tiny_kernels.py", *group],
             env=environment,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

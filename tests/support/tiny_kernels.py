@@ -1,6 +1,6 @@
 """A kernel to test the offline compilation with: C = A Bᵀ + b in one tile.
 
-    python tests/tiny_kernels.py sm_80 gfx942
+    python tests/support/tiny_kernels.py sm_80 gfx942
 
 compiles it in several ways for every target named and prints what came out, as JSON. To be run
 without TRITON_INTERPRET.

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-TUTORIAL = Path(__file__).parents[1] / "docs" / "tutorial.md"
+TUTORIAL = Path(__file__).parents[2] / "docs" / "tutorial.md"
 
 
 def parts() -> list[tuple[str, str]]:

@@ -22,7 +22,7 @@ from resode_kernels.backends import cpp, cuda, native
 from resode_kernels.options import Options
 from resode_kernels.problem import Problem
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_csrc_includes_no_torch_header() -> None:

@@ -21,7 +21,7 @@ from resode_kernels.backends.triton.spec import Tile
 from resode_kernels.backends.triton.tiles import shared_bytes
 
 Row = dict[str, str]
-BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
+BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 FUSED = {"forward_kernel", "reverse_kernel"}
 KERNELS = FUSED | {
     "reduce_kernel",

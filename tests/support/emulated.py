@@ -1,4 +1,4 @@
-"""The CUDA kernels as the host's compiler builds them with the headers of tests/emulation.
+"""The CUDA kernels as the host's compiler builds them with the headers of tests/support/emulation.
 
 Every build is kept in a folder that is named by a hash of what went into it. Environment: CXX
 (compiler) and RESODE_EMULATION_FLAGS (more flags for it, such as -fsanitize=thread).
@@ -24,8 +24,8 @@ import pybind11
 import pytest
 from ninja import ninja_syntax
 
-ROOT = Path(__file__).resolve().parent.parent
-EMULATION = ROOT / "tests" / "emulation"
+ROOT = Path(__file__).resolve().parents[2]
+EMULATION = Path(__file__).resolve().parent / "emulation"
 CSRC = ROOT / "csrc"
 FOLDER = Path(tempfile.gettempdir(), f"resode_emulation_{os.getuid()}")
 
