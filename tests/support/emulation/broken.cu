@@ -8,7 +8,7 @@
 #include <cstring>
 #include <vector>
 
-#include "../../csrc/cuda/launch.h"
+#include "../../../csrc/cuda/launch.h"
 
 namespace resode {
 namespace {

@@ -6,7 +6,7 @@
 #include <cuda_pipeline.h>
 #include <emulated_ptx.h>
 
-#include "../../csrc/cuda/launch.h"
+#include "../../../csrc/cuda/launch.h"
 
 namespace resode {
 namespace {
