@@ -1,18 +1,18 @@
-"""What else there is to train deep residual networks in little memory: the packages of the extra
+"""Other packages that train deep residual networks in little memory: those of the extra
 ``bench-peers``, each called as its own documentation does.
 
-torchdiffeq trains the same network as we do. The others have an architecture of their own, which
-is built here with the parameters, and so the matrix products, of the network that it stands beside:
+torchdiffeq trains the same network as we do. Each of the others has an architecture of its own. It
+is built here with as many parameters, and so as many matrix products, as the network beside it:
 
     memcnn, revlib, RevTorch   y1 = x1 + F(x2), y2 = x2 + G(y1): F and G see half of the state each
     momentumnet                v ← γ v + (1 − γ) f(x), x ← x + v
 
-memcnn and momentumnet ask for torchvision, and that for one particular torch, but need neither:
-install them with ``pip install --no-deps memcnn momentumnet``.
+memcnn and momentumnet require torchvision, which requires one particular torch, but they need
+neither: install them with ``pip install --no-deps memcnn momentumnet``.
 
-All have exact inverses but for rounding. Their gradients are compared with plain backprop through
-the same architecture. The last layer of every f, F and G starts 1/depth as large as usual: that is
-the factor h of our stages, for nothing, and without it states explode with depth.
+All inverses are exact up to rounding. Gradients are compared with those of plain backprop through
+the same architecture. The last layer of every f, F and G starts with weights of 1/depth the usual
+size. This replaces the factor h of our stages at no cost. Without it states explode with depth.
 """
 
 from __future__ import annotations
@@ -39,8 +39,9 @@ Forward = Callable[[Tensor], Tensor]
 class Peer:
     """A package that trains networks in little memory.
 
-    forward   of a network of that architecture, by the package
-    network   the architecture, to stand beside the network given; None: that network itself
+    forward   makes the forward pass of a network of that architecture, by the package
+    network   builds the architecture that is compared with a given network. None: the package
+              trains the given network itself
     """
 
     package: str
@@ -49,12 +50,12 @@ class Peer:
     schemes: tuple[str, ...] = ("euler",)
 
     def missing(self) -> str | None:
-        """Why it cannot be used here."""
+        """Why the package cannot be used here; None if it can."""
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 importlib.import_module(self.package)
-        except Exception as error:  # whatever an old package stumbles over
+        except Exception as error:  # old packages fail in many ways
             return str(error)
         return None
 
@@ -70,10 +71,10 @@ METHODS = {"euler": "euler", "heun": "heun2"}
 def odeint(network: Network) -> Forward:
     """The network as an ODE, in one call.
 
-    Keeps two states only, but carries the gradients of all parameters through every step of the way
-    back: quadratic work in the depth. Euler's right-hand side jumps at the ends of a step, and
-    ``perturb`` makes the solver look at the side where the step is, on the way back too; Heun's
-    step has a block at each of its ends.
+    It keeps only two states, but carries the gradients of all parameters through every step of the
+    reverse pass: quadratic work in the depth. Euler's right-hand side jumps at the ends of a step.
+    ``perturb`` makes the solver evaluate on the side of the step, in the reverse pass as well.
+    Heun's step has a block at each of its ends.
     """
     from torchdiffeq import odeint_adjoint
 
@@ -94,8 +95,8 @@ def odeint(network: Network) -> Forward:
 
 
 def odeint_per_block(network: Network) -> Forward:
-    """The network as an ODE, in a call for every step, as a careful user would do: linear work in
-    the depth, but two states are kept for every step."""
+    """The network as an ODE, in a call for every step, as a careful user would write it: linear
+    work in the depth, but it keeps two states for every step."""
     from torchdiffeq import odeint_adjoint
 
     config = network.config
@@ -137,8 +138,8 @@ def _solve(
 
 
 class OtherNetwork(Network):
-    """An architecture of others, with the batch of the network that it stands beside. Its plain
-    loop is its definition, for autograd."""
+    """Another architecture, with the batch of the network that it is compared with. Its plain loop
+    is its definition, for autograd."""
 
     def __init__(self, beside: Network) -> None:
         super().__init__(beside.config)
@@ -193,7 +194,7 @@ def momentumnet(network: MomentumNetwork) -> Forward:
 
 
 class CouplingNetwork(OtherNetwork):
-    """Additive couplings, each with the parameters of the block beside it to within 1 %."""
+    """Additive couplings. Each has as many parameters as a block of the given network, to 1 %."""
 
     def make_block(self, beside: Network) -> nn.Module:
         block = Coupling(*BRANCHES[self.config.stage](self.config), axis_of(self.config))
@@ -235,7 +236,7 @@ def memcnn(network: CouplingNetwork) -> Forward:
         )
     )
     warnings.filterwarnings("ignore", "TypedStorage is deprecated")
-    # It frees the memory of what it is given, which is the batch of everybody.
+    # memcnn frees the memory of its input, and all contestants share the batch.
     return lambda x: blocks(x.clone())
 
 
@@ -257,7 +258,7 @@ def revtorch(network: CouplingNetwork) -> Forward:
     return net
 
 
-# ----------------------------------------------------------------------------------- their branches
+# ------------------------------------------------------------------- branches F and G of couplings
 
 
 class MLP(nn.Module):
@@ -312,8 +313,9 @@ def conv_branches(c: Config) -> Branches:
 
 
 def bottleneck_branches(c: Config) -> Branches:
-    """The 3 × 3 convolution inside does not see the half state: the two widths inside, as equal as
-    they can be, are searched for."""
+    """The 3 × 3 convolution works on the hidden channels, not on half of the state. So the function
+    searches for the two hidden widths, as equal as possible, that give the right number of
+    parameters."""
 
     def weights(channels: int, hidden: int) -> int:
         return hidden * (2 * channels + 9 * hidden)
@@ -327,8 +329,8 @@ def bottleneck_branches(c: Config) -> Branches:
 
 def transformer_branches(c: Config) -> Branches:
     """4 · (dim/2) · 2 dim = 4 dim², and 2 · (dim/2) · 2 hidden = 2 dim · hidden. Queries and keys
-    are twice as wide as those of the block, so that the products of the attention proper, which
-    have no parameters, are twice as much work: 4 % of the block's at dim 256 and 64 tokens."""
+    are twice as wide as those of the block. So the products of queries, keys and values, which have
+    no parameters, are twice as much work: 4 % of the block's at dim 256 and 64 tokens."""
     return Attention(c.dim // 2, 2 * c.dim), NormedMLP(c.dim // 2, 2 * c.hidden)
 
 
@@ -342,12 +344,12 @@ BRANCHES: dict[str, Callable[[Config], Branches]] = {
 
 
 def axis_of(config: Config) -> int:
-    """Where features or channels are."""
+    """The axis of features or channels."""
     return -1 if config.stage == "residual" else 1
 
 
 def shrink(block: nn.Module, factor: float) -> nn.Module:
-    """Scales what the last layer adds; it starts there, and costs nothing."""
+    """Scales the initial weights of the last layer."""
     *_, last = (m for m in block.modules() if any(True for _ in m.parameters(recurse=False)))
     with torch.no_grad():
         for p in last.parameters():
@@ -355,7 +357,7 @@ def shrink(block: nn.Module, factor: float) -> nn.Module:
     return block
 
 
-# ------------------------------------------------------------------------------------ all of them
+# --------------------------------------------------------------------------------------- the list
 
 PEERS: dict[str, Peer] = {
     "torchdiffeq": Peer("torchdiffeq", odeint, schemes=("euler", "heun")),

@@ -5,18 +5,18 @@ for other instruction sets are.
     python benchmarks/cpu/scaling.py [--only depth batch threads small products builds]
 
 depth, batch   slopes of the time between neighbouring sizes, relative to the slope over all of
-               them: 1 everywhere if the cost is linear. Over depth with 1024 rows; with few, it
-               shows when parameters and their gradients outgrow a cache
+               them: 1 everywhere if the cost is linear. Over depth with 1024 rows; with few rows
+               the slopes would show when parameters and their gradients outgrow a cache
 depth-kept,    the same where glibc keeps the memory that is freed. By default it gives gradients
 batch-kept     above some size back to the system and gets them anew in every step
 threads        time on one thread over time on two, in processes of their own, which take turns
 small          time of a step over 3 × its arithmetic at the measured peak + 50 µs
-products       of convolutional stages: rates of the forward products, those of the data gradients
-               and those of the weight gradients, over the measured peak, all that goes with them
-               included. The plain formula's operations count: Winograd's scheme makes fewer, and a
-               rate may exceed the peak
-builds         rate of the matrix products in a step, over the peak of the same instruction set,
-               relative to the best of those that this machine has
+products       of convolutional stages: rates of the forward products, of the data gradients and of
+               the weight gradients over the measured peak, with all the work around them. The
+               operations are those of the plain formula. Winograd's scheme needs fewer, so a rate
+               may exceed the peak
+builds         rate of the matrix products in a step over the peak of the same instruction set,
+               relative to the best instruction set of this machine
 
 Prints tables and writes scaling.csv.
 """
@@ -50,23 +50,24 @@ from tqdm import tqdm
 from resode_kernels.backends import cpp
 
 LINEAR = 0.05
-"""What slopes may differ by."""
+"""The difference from 1 that a slope may have."""
 THREADS = 1.8
 PRODUCTS = 0.8
 BUILDS = 0.9
 BUILT = ("64,2048,64", "256,2048,16")
 CONVOLUTIONS = ("16,256,64,10", "64,32,16,32", "256,32,16,8")
 SEVERAL = 20
-"""Steps of a small problem that are timed as one."""
+"""Steps of a small problem that are timed together."""
 
 
 @dataclass
 class Line:
-    """``value``: what ``experiment`` is about, see above; ``bar``: what it should keep to."""
+    """A measurement. ``value``: the number that the docstring of this file defines for
+    ``experiment``; ``bar``: the bound that it should keep."""
 
     experiment: str
     rule: str
-    """Or which of the products, or builds."""
+    """Or the kind of product, or the build."""
     workload: str
     milliseconds: float
     value: float
@@ -100,7 +101,7 @@ def _kept(experiment: Callable[[float], Iterator[Line]], seconds: float) -> list
 def slopes(
     experiment: str, configs: Sequence[Config], sizes: Sequence[int], seconds: float
 ) -> Iterator[Line]:
-    """Between neighbours."""
+    """The slopes between neighbouring sizes."""
     networks = [make_network(config) for config in configs]
 
     def forget() -> None:
@@ -141,7 +142,7 @@ def threads(seconds: float) -> Iterator[Line]:
 
 
 def step_seconds(config: Config, rule: str, count: int, seconds: float) -> float:
-    """Of a training step on so many threads."""
+    """The time of a training step on ``count`` threads."""
     torch.set_num_threads(count)
     network = make_network(config)
     step = {"step": network.training_steps()[rule]}
@@ -172,8 +173,8 @@ def small(seconds: float) -> Iterator[Line]:
 
 
 def products(seconds: float) -> Iterator[Line]:
-    """By differences: the way back of ``paper`` evaluates f twice at every step, and takes weight
-    gradients only if they are wanted."""
+    """The times are differences. The reverse pass of ``paper`` evaluates f twice at every step, and
+    computes weight gradients only if parameters require them."""
     for shape in CONVOLUTIONS:
         network = make_network(config_of_shape(shape, "conv"))
         stage, x = network.stage.configure(reverse="paper"), network.x.detach().requires_grad_()
