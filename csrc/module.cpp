@@ -5,7 +5,7 @@
 #include <vector>
 
 #include "bindings.h"
-#include "cpu/pages.h"
+#include "cpu/core/pages.h"
 
 namespace resode {
 

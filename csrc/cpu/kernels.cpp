@@ -1,9 +1,11 @@
 // The CPU kernels of one instruction set: compiled once for each, with RESODE_ISA naming it.
 
-#include "conv.h"
-#include "forward.h"
-#include "peak.h"
-#include "reverse.h"
+#include "blocks/conv.h"
+#include "blocks/linear.h"
+#include "blocks/mlp.h"
+#include "core/peak.h"
+#include "passes/forward.h"
+#include "passes/reverse.h"
 
 namespace {
 

@@ -32,7 +32,7 @@ def _pixel_rows(problem: Problem, state: Tensor) -> Tensor:
 
 
 def _use_large_pages(memory: Tensor | None) -> None:
-    """For memory that the kernels are about to fill: see csrc/cpu/pages.h."""
+    """For memory that the kernels are about to fill: see csrc/cpu/core/pages.h."""
     if memory is not None:
         _C.use_large_pages(memory.data_ptr(), memory.nbytes)
 

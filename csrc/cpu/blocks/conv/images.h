@@ -3,7 +3,7 @@
 
 #pragma once
 
-#include "matrix.h"
+#include "../../core/matrix.h"
 
 namespace {
 

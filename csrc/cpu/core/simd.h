@@ -12,7 +12,7 @@
 #include <immintrin.h>
 #endif
 
-#include "../inline.h"
+#include "../../inline.h"
 
 // The kernels are compiled once per instruction set and linked into one module. Everything is kept
 // in anonymous namespaces, so that the linker can never hand AVX-512 code to a processor without

@@ -24,10 +24,10 @@
 
 #pragma once
 
-#include "epilogues.h"
-#include "gemm.h"
+#include "../../core/epilogues.h"
+#include "../../core/gemm.h"
 #include "images.h"
-#include "storage.h"
+#include "../../core/storage.h"
 
 namespace {
 

@@ -3,7 +3,7 @@
 #pragma once
 
 #include "schemes.h"
-#include "team.h"
+#include "../core/team.h"
 
 namespace {
 

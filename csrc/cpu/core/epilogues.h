@@ -3,8 +3,9 @@
 
 #pragma once
 
-#include "../activations.h"
-#include "math.h"
+#include "../../activations.h"
+#include "../../stage.h"
+#include "elementary.h"
 #include "matrix.h"
 
 namespace {
@@ -14,6 +15,23 @@ template <class T, int N, class F>
 RESODE_INLINE void for_each_of(int64_t offset, const Vec<T> (&v)[N], F f) {
 #pragma GCC unroll 32
   for (int i = 0; i < N; ++i) f(offset + i * kLanes<T>, v[i]);
+}
+
+// Calls f with the activation's struct.
+template <class F>
+void with_activation(resode::Activation activation, F f) {
+  switch (activation) {
+    case resode::Activation::relu:
+      return f(resode::Relu{});
+    case resode::Activation::tanh:
+      return f(resode::Tanh{});
+    case resode::Activation::gelu:
+      return f(resode::Gelu{});
+    case resode::Activation::silu:
+      return f(resode::Silu{});
+    case resode::Activation::identity:
+      return;  // no block applies it
+  }
 }
 
 // hidden ← σ(z), and where a VJP follows slope ← σ'(z)

@@ -15,7 +15,7 @@
 #include <omp.h>
 #endif
 
-#include "../stage.h"
+#include "../../stage.h"
 #include "storage.h"
 
 namespace {

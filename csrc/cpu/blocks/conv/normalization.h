@@ -14,7 +14,7 @@
 
 #include <cmath>
 
-#include "epilogues.h"
+#include "../../core/epilogues.h"
 
 namespace {
 

@@ -20,9 +20,10 @@
 
 #pragma once
 
-#include "blocks.h"
-#include "convolution.h"
-#include "normalization.h"
+#include "../core/gemm.h"
+#include "block.h"
+#include "conv/winograd.h"
+#include "conv/normalization.h"
 
 namespace {
 
@@ -524,5 +525,7 @@ class Conv {
     });
   }
 };
+
+static_assert(ResidualBlock<Conv<float>, float> && ResidualBlock<Conv<double>, double>);
 
 }  // namespace

@@ -4,7 +4,7 @@
 
 #pragma once
 
-#include "../stage.h"
+#include "../../stage.h"
 #include "matrix.h"
 
 namespace {

@@ -9,7 +9,7 @@
 
 #pragma once
 
-#include "blocks.h"
+#include "../blocks/block.h"
 
 namespace {
 
