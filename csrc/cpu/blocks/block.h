@@ -41,7 +41,8 @@ inline bool is_wanted(const Stage& s, void* const* gradients, int k) {
   return false;
 }
 
-// What passes and schemes use of a block class B with a stream of T. An object of B is one thread's.
+// What passes and schemes use of a block class B with a stream of T. An object of B is one
+// thread's.
 template <class B, class T>
 concept ResidualBlock =
     // Packed parameters of one block of the stage; what an evaluation leaves for its VJP; what all

@@ -22,8 +22,8 @@
 
 #include "../core/gemm.h"
 #include "block.h"
-#include "conv/winograd.h"
 #include "conv/normalization.h"
+#include "conv/winograd.h"
 
 namespace {
 

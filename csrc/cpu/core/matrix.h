@@ -6,7 +6,7 @@
 //     data[(⌊j/P⌋ · rows + i) · P + j mod P]
 //
 // The same layout is the left and the right operand of every product (gemm.h) and its result:
-// nothing is packed twice, a register block is one contiguous run, rows of any length never
+// nothing is packed twice, a register tile is one contiguous run, rows of any length never
 // collide in the cache, and no kernel needs a mask.
 
 #pragma once

@@ -21,7 +21,7 @@ namespace {
 
 #if defined(__AVX512F__)
 constexpr int kVectorBytes = 64;
-constexpr int kMaxRows = 12;  // of a register block: 24 of 32 registers accumulate
+constexpr int kMaxRows = 12;  // of a register tile: 24 of 32 registers accumulate
 #elif defined(__AVX2__)
 constexpr int kVectorBytes = 32;
 constexpr int kMaxRows = 6;  // 12 of 16
@@ -51,7 +51,7 @@ using Vec = typename Simd<T>::Vec;
 template <class T>
 constexpr int kLanes = kVectorBytes / int(sizeof(T));
 
-// Columns of a panel and of a register block. Two vectors share what is read of the left operand;
+// Columns of a panel and of a register tile. Two vectors share what is read of the left operand;
 // one is for stages that two would not fill.
 #if !defined(RESODE_PANEL_VECTORS)
 #define RESODE_PANEL_VECTORS 2
@@ -202,20 +202,21 @@ RESODE_INLINE void shuffle(Vec<T>& x, Vec<T>& y, First first, Second second,
 #endif
 }
 
-// Transposes a square of vectors in log2(lanes) rounds. A round with Block = 1, 2, 4, … puts
-// numbers together that were Block rows apart, each by what is one instruction on x86: inside units
-// of 16 bytes by interleaving them and by swapping halves, between units by taking every other one.
-template <class T, int Block = 1>
+// Transposes a square of vectors in log2(lanes) rounds. A round with Distance = 1, 2, 4, … puts
+// numbers together that were Distance rows apart, each by what is one instruction on x86: inside
+// units of 16 bytes by interleaving them and by swapping halves, between units by taking every
+// other one.
+template <class T, int Distance = 1>
 RESODE_INLINE void transpose(Vec<T> (&a)[kLanes<T>]) {
   constexpr int L = kLanes<T>, U = 16 / sizeof(T);
   constexpr auto lanes = std::make_integer_sequence<int, L>{};
-  constexpr bool interleaves = Block == 1 && U == 4;
-  if constexpr (Block < L) {
+  constexpr bool interleaves = Distance == 1 && U == 4;
+  if constexpr (Distance < L) {
 #pragma GCC unroll 16
     for (int i = 0; i < L; ++i) {
-      if (i & Block) continue;
-      Vec<T>&x = a[i], &y = a[i + Block];
-      if constexpr (Block >= U) {
+      if (i & Distance) continue;
+      Vec<T>&x = a[i], &y = a[i + Distance];
+      if constexpr (Distance >= U) {
         shuffle<T>(
             x, y, [](int c) { return 2 * (c / U * U) + c % U; },
             [](int c) { return 2 * (c / U * U) + c % U + U; }, lanes);
@@ -225,11 +226,11 @@ RESODE_INLINE void transpose(Vec<T> (&a)[kLanes<T>]) {
             [](int c) { return c / U * U + c % U / 2 + c % 2 * L + 2; }, lanes);
       } else {
         shuffle<T>(
-            x, y, [](int c) { return c & Block ? L + c - Block : c; },
-            [](int c) { return c & Block ? L + c : c + Block; }, lanes);
+            x, y, [](int c) { return c & Distance ? L + c - Distance : c; },
+            [](int c) { return c & Distance ? L + c : c + Distance; }, lanes);
       }
     }
-    transpose<T, 2 * Block>(a);
+    transpose<T, 2 * Distance>(a);
   }
   if constexpr (interleaves)  // which has left the middle two of four rows in each other's place
     for (int i = 0; i < L; i += U) std::swap(a[i + 1], a[i + 2]);

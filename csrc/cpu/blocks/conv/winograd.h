@@ -26,8 +26,8 @@
 
 #include "../../core/epilogues.h"
 #include "../../core/gemm.h"
-#include "images.h"
 #include "../../core/storage.h"
+#include "images.h"
 
 namespace {
 
