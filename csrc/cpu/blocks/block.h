@@ -19,6 +19,7 @@
 
 namespace {
 
+using resode::kMaxLayers;
 using resode::kMaxParameters;
 using resode::Stage;
 

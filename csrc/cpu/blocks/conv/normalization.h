@@ -14,6 +14,7 @@
 
 #include <cmath>
 
+#include "../../core/arena.h"
 #include "../../core/epilogues.h"
 
 namespace {
@@ -25,6 +26,13 @@ struct Normalization {
   const T *gamma, *beta;
   T *mean, *root, *scale, *shift;  // μ, r, a, b
   T *k1, *k2;
+
+  static Normalization lay_out(Arena& arena, int64_t channels) {
+    Normalization bn{};
+    for (T** vector : {&bn.mean, &bn.root, &bn.scale, &bn.shift, &bn.k1, &bn.k2})
+      *vector = arena.take<T>(padded<T>(channels));
+    return bn;
+  }
 
   void set(int64_t c, double mu, double variance, double epsilon) const {
     const double r = 1 / std::sqrt(variance + epsilon), a = double(gamma[c]) * r;
@@ -160,6 +168,16 @@ struct Activated {
     return panel;
   }
 };
+
+// da ← da ⊙ σ'(u), with z where u is computed from
+template <class Panel, class T>
+void times_slope(Panel activated, const T* z, int64_t pixels, T* da) {
+  for_each_pixel<T>(0, pixels, [&](int64_t at) RESODE_ALWAYS {
+    PanelRow<T> value, slope;
+    activated(load_all<PanelRow<T>>(z + at), value, slope);
+    store_all(da + at, load_all<PanelRow<T>>(da + at) * slope);
+  });
+}
 
 // dz = a (dy − k1 − (z − μ) k2)
 template <class T>
