@@ -6,8 +6,11 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <algorithm>
 #include <array>
+#include <initializer_list>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "stage.h"
@@ -17,19 +20,19 @@ namespace py = pybind11;
 namespace resode {
 namespace {
 
-// The place of `name` among the names of an enum, given in its order.
+// The value of this name; with `taken` only if it is one of those.
 template <class Enum>
-Enum parse(const std::string& name, std::initializer_list<const char*> names) {
-  int i = 0;
-  for (const char* candidate : names) {
-    if (name == candidate) return Enum(i);
-    ++i;
+Enum parse(std::string_view name, std::initializer_list<Enum> taken = {}) {
+  std::string_view names = kNames<Enum>;
+  for (int i = 0; !names.empty(); ++i) {
+    const size_t end = std::min(names.find_first_of(", "), names.size());
+    const Enum value{i};
+    if (names.substr(0, end) == name &&
+        (taken.size() == 0 || std::find(taken.begin(), taken.end(), value) != taken.end()))
+      return value;
+    names.remove_prefix(std::min(names.find_first_not_of(", ", end), names.size()));
   }
-  throw py::value_error("unknown name '" + name + "'");
-}
-
-Activation parse_activation(const std::string& name) {
-  return parse<Activation>(name, {"identity", "relu", "tanh", "gelu", "silu"});
+  throw py::value_error("unknown name '" + std::string(name) + "'");
 }
 
 // The structs that kernels take, with the tables they point to.
@@ -65,17 +68,17 @@ PyStage make_stage(const std::string& block, const std::string& activation,
                    const std::vector<uintptr_t>& parameters, const std::vector<int64_t>& strides,
                    int64_t anchor_every, int threads) {
   PyStage s{};
-  s.block = parse<Block>(block, {"mlp", "linear", "conv"});
-  s.activation = parse_activation(activation);
-  s.scheme = parse<Scheme>(scheme, {"euler", "heun"});
+  s.block = parse<Block>(block);
+  s.activation = parse<Activation>(activation);
+  s.scheme = parse<Scheme>(scheme);
   s.steps = steps;
   s.step = step;
   s.tied = tied;
   s.rows = rows;
   s.dim = dim;
   s.hidden = hidden;
-  s.stream = parse<DType>(stream, {"float32", "float64"});
-  s.storage = parse<DType>(storage, {"float32", "float64", "float16", "bfloat16"});
+  s.stream = parse(stream, {DType::float32, DType::float64});
+  s.storage = parse<DType>(storage);
   s.height = height;
   s.width = width;
   for (const auto& [in, out, size] : convolutions)
@@ -94,7 +97,7 @@ PyReverse make_reverse(const std::string& reverse_rule, int order, uintptr_t sta
                        const std::vector<uintptr_t>& gradients, const std::vector<int64_t>& strides,
                        int64_t blocks, uintptr_t nonfinite) {
   PyReverse r{};
-  r.reverse_rule = parse<ReverseRule>(reverse_rule, {"exact", "paper", "refined", "predicted"});
+  r.reverse_rule = parse<ReverseRule>(reverse_rule);
   r.order = order;
   r.start = reinterpret_cast<const void*>(start);
   r.anchors = reinterpret_cast<const void*>(anchors);

@@ -8,13 +8,26 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "activations.h"
+
 namespace resode {
 
-enum class Block { mlp, linear, conv };
-enum class Activation { identity, relu, tanh, gelu, silu };
-enum class Scheme { euler, heun };
-enum class ReverseRule { exact, paper, refined, predicted };
-enum class DType { float32, float64, float16, bfloat16 };
+// An enum, and as one text the names of its values in their order, which Python uses (bindings.h).
+template <class Enum>
+inline constexpr const char* kNames = nullptr;
+#define RESODE_TEXT(...) #__VA_ARGS__
+#define RESODE_ENUM(Enum, ...)     \
+  enum class Enum { __VA_ARGS__ }; \
+  template <>                      \
+  inline constexpr const char* kNames<Enum> = RESODE_TEXT(__VA_ARGS__)
+
+RESODE_ENUM(Block, mlp, linear, conv);
+RESODE_ENUM(Scheme, euler, heun);
+RESODE_ENUM(ReverseRule, exact, paper, refined, predicted);
+RESODE_ENUM(DType, float32, float64, float16, bfloat16);
+#define RESODE_NEXT(name, Struct) , name
+RESODE_ENUM(Activation, identity RESODE_ACTIVATIONS(RESODE_NEXT));
+#undef RESODE_NEXT
 
 constexpr int kMaxLayers = 3;  // convolutions in a block
 constexpr int kMaxParameters = 5 * kMaxLayers;

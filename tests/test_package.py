@@ -239,7 +239,7 @@ def test_targets_are_those_asked_for_or_those_that_nvcc_knows() -> None:
 
 
 def test_fused_kernels_are_compiled_once_per_precision(tmp_path: Path) -> None:
-    for name in ("fused.cu", "fused.cpp", "elementwise.cu", "math.h"):
+    for name in ("fused.cu", "fused.cpp", "elementwise.cu", "activate.h"):
         (tmp_path / name).touch()
     units = nvcc.units(tmp_path)
     assert sorted(units) == [

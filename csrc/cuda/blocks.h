@@ -16,8 +16,8 @@
 
 #pragma once
 
+#include "activate.h"
 #include "gradients.h"
-#include "math.h"
 #include "products.h"
 #include "state.h"
 #include "storage.h"

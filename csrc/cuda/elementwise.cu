@@ -7,8 +7,8 @@
 //
 // Arithmetic is in float32.
 
+#include "activate.h"
 #include "layerwise.h"
-#include "math.h"
 #include "tiles.h"
 
 namespace resode {

@@ -60,12 +60,12 @@ size_t statistics(const Gpu& gpu, const Rows& rows, Array z, float* mean, float*
                   int programs, void* workspace);
 
 // σ(u), u = bn(z)
-void normalize(const Gpu& gpu, const Rows& rows, Array out, Array z, const Normalization& by,
-               Activation activation);
+void normalize(const Gpu& gpu, const Rows& rows, Array out, Array z,
+               const Normalization& normalization, Activation activation);
 
 // The gradients of z, γ and β from d = ∂L/∂σ(u). of_batch: mean and variance are z's own.
 size_t normalization_vjp(const Gpu& gpu, const Rows& rows, Array dz, float* d_gamma, float* d_beta,
-                         Array d, Array z, const Normalization& by, bool of_batch,
+                         Array d, Array z, const Normalization& normalization, bool of_batch,
                          Activation activation, int programs, void* workspace);
 
 }  // namespace resode

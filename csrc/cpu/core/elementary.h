@@ -58,6 +58,15 @@ struct Math : Constants<T> {
   using Scalar = T;
   using C = Constants<T>;
 
+  template <class V>
+  static RESODE_INLINE V where_less(V x, T y, V a, V b) {
+    return ::where_less(x, y, a, b);
+  }
+  template <class V>
+  static RESODE_INLINE V clamp(V x, T limit) {
+    return ::clamp(x, limit);
+  }
+
   static constexpr T inverse_factorial(int n) {
     T product = 1;
     for (int i = 2; i <= n; ++i) product *= i;

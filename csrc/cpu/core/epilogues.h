@@ -3,7 +3,6 @@
 
 #pragma once
 
-#include "../../activations.h"
 #include "../../stage.h"
 #include "elementary.h"
 #include "matrix.h"
@@ -21,14 +20,11 @@ RESODE_INLINE void for_each_of(int64_t offset, const Vec<T> (&v)[N], F f) {
 template <class F>
 void with_activation(resode::Activation activation, F f) {
   switch (activation) {
-    case resode::Activation::relu:
-      return f(resode::Relu{});
-    case resode::Activation::tanh:
-      return f(resode::Tanh{});
-    case resode::Activation::gelu:
-      return f(resode::Gelu{});
-    case resode::Activation::silu:
-      return f(resode::Silu{});
+#define RESODE_CASE(name, Struct) \
+  case resode::Activation::name:  \
+    return f(resode::Struct{});
+    RESODE_ACTIVATIONS(RESODE_CASE)
+#undef RESODE_CASE
     case resode::Activation::identity:
       return;  // no block applies it
   }
