@@ -1,7 +1,7 @@
 // The depth-fused stage: the launches that make up a pass.
 //
 // A launch of the reverse pass makes as many steps as its partial sums of gradients fit into half
-// of the GPU's last cache, since a thread block comes back to them with every tile of rows. The
+// of the GPU's last cache, since a CTA comes back to them with every tile of rows. The
 // sums of the blocks that are complete are then added up. Under Heun two steps share a block, whose
 // sums stay in their slot from one launch to the next.
 

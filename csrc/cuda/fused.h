@@ -13,12 +13,12 @@ namespace resode {
 struct Plan {
   const FusedKernels* kernels;
   Tiling tiling;
-  size_t shared;  // bytes of shared memory of a thread block
-  int programs;   // thread blocks
+  size_t shared;  // bytes of shared memory of a CTA
+  int programs;   // CTAs
   int steps;      // in a launch of the reverse pass, at most
 };
 
-// Nothing if the stage is too wide: a tile of its rows does not fit into a thread block.
+// Nothing if the stage is too wide: a tile of its rows does not fit into a CTA.
 std::optional<Plan> plan(const Stage& stage, const Forward& io, const Gpu& gpu);
 std::optional<Plan> plan(const Stage& stage, const Reverse& io, const Gpu& gpu);
 

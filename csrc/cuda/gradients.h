@@ -1,5 +1,5 @@
-// Partial sums of parameter gradients, a thread block's own: added to without atomics, in the order
-// in which the block makes its steps.
+// Partial sums of parameter gradients, each CTA's own: added to without atomics, in the order in
+// which the CTA makes its steps.
 
 #pragma once
 
@@ -8,7 +8,7 @@
 
 namespace resode {
 
-// The sums of one block of the stage.
+// The sums of one residual block of the stage.
 struct Gradients {
   float* at;  // this program's
   const Sums& sums;

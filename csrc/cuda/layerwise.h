@@ -1,6 +1,6 @@
 // What the layer-wise path launches between matrix products and convolutions. Each function is
-// right below its kernel. Those that need a workspace return its bytes, and run nothing, where it
-// is null.
+// defined right below its kernel. A function with a workspace returns the bytes it needs, and runs
+// nothing, if the workspace is null.
 
 #pragma once
 
@@ -54,7 +54,7 @@ struct Normalization {
   float epsilon;
 };
 
-// Mean and biased variance of every channel. `programs`: about how many blocks share the work; the
+// Mean and biased variance of every channel. `programs`: about how many CTAs share the work; the
 // order of summation depends on it.
 size_t statistics(const Gpu& gpu, const Rows& rows, Array z, float* mean, float* variance,
                   int programs, void* workspace);

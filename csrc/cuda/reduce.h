@@ -1,4 +1,4 @@
-// Sums over a channel in two stages without atomics, so that a run repeats bit by bit: every block
+// Sums over a channel in two stages without atomics, so that a run repeats bit by bit: every CTA
 // of the first writes partial results of its tiles, and the second joins those, both in an order
 // that depends on nothing but the shape. What is summed is a T with an `add`; T{} is zero.
 
@@ -44,7 +44,7 @@ __device__ __forceinline__ void write_partials(T* partials, T (&value)[V], const
     if (k == 0 || part.channel_stride) row[k] = value[k];
 }
 
-// In the second stage a block has 8 channels, neighbours in memory, and 32 threads for each.
+// In the second stage a CTA has 8 channels, neighbours in memory, and 32 threads for each.
 constexpr int kJoinedChannels = 8;
 
 template <class T>

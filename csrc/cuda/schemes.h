@@ -23,7 +23,7 @@ class Steps {
     return mean(place, x, n, n + 1, net_.h, next, false, x);
   }
 
-  // Begins a reverse pass with the state x̃, which rests in shared memory, to leave registers free.
+  // Begins a reverse pass with the state x̃, which is kept in shared memory to leave registers free.
   __device__ __forceinline__ void begin(const Place& place, const State& x) {
     set_state(place, x);
     known_ = false;
