@@ -2,7 +2,7 @@
 //
 // Written once for every processor. M is the arithmetic: its Scalar, where_less, clamp, exp, tanh
 // and the normal distribution; V is what it computes with, vectors or a scalar. Where a caller
-// drops the slope, the compiler drops its computation. A NaN in gives a NaN out.
+// drops the slope, the compiler drops its computation. A NaN stays a NaN.
 
 #pragma once
 

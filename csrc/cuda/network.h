@@ -23,8 +23,8 @@ struct Tiling {
   int rows, width, chunk;
 };
 
-// Shared memory: where what begins, in bytes. Rows are 16 bytes longer than needed, so that a
-// column is spread over the banks.
+// The layout of shared memory: where each tile begins, in bytes. Rows are 16 bytes longer than
+// needed, so that a column is spread over the banks.
 struct Layout {
   static __host__ __device__ constexpr int pitch(int columns, int element_bytes) {
     return columns + 16 / element_bytes;  // in elements
@@ -51,7 +51,7 @@ struct Layout {
   int point, cotangent;  // [rows, width]: p and the cotangent there, as operands
   int resting;           // [rows, width]: the state x̃, while the threads work at p
   int value, slope;      // mlp: [rows, chunk], u and dz; linear: value is [rows, width], f(p)
-  int weights;           // two buffers of so many bytes, each with
+  int weights;           // two buffers of `buffer` bytes, each with
   int buffer;
   int w1, w2, b1;  // [chunk, width], and of an MLP [width, chunk] and [chunk]
   int bytes;       // in all

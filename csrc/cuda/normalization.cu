@@ -93,7 +93,7 @@ size_t statistics(const Gpu& gpu, const Rows& rows, Array z, float* mean, float*
 
 namespace {
 
-// What the thread's channels are normalized by. r is rounded correctly: all values of a channel
+// The normalization of the thread's channels. r is rounded correctly: all values of a channel
 // share its error.
 template <int V>
 struct Normalizer {

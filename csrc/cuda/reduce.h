@@ -9,7 +9,7 @@
 namespace resode {
 
 // Adds what `threads` threads have (a power of two of them), pairwise, to `value` of the first.
-// `number`: the thread's own among them; they are `apart` threads from one another.
+// `number`: this thread's place among them; `apart`: threads from one of them to the next.
 template <class T, int V>
 __device__ __forceinline__ void join_threads(T (&value)[V], int number, int threads, int apart) {
   extern __shared__ __align__(16) unsigned char resode_shared[];
@@ -51,7 +51,7 @@ template <class T>
 struct Joined {
   T total[1];
   int64_t channel;
-  bool here;  // whether this is the thread that has the total
+  bool here;  // whether this thread has the total
 
   __device__ __forceinline__ Joined(const T* partials, int programs, int64_t channels) {
     const int slice = threadIdx.x / kJoinedChannels, slices = kThreads / kJoinedChannels;

@@ -14,9 +14,9 @@
 // The statistics of a layer connect all images, so the threads meet once per layer and direction;
 // everything else is local to an image. A thread takes its images a band at a time (Band) and keeps
 // of each layer only z_l, and dy_l on the way back: normalization and σ are applied while a canvas
-// is filled, statistics are taken and slopes multiplied in as a convolution leaves its results.
-// Memory traffic per layer: z_{l−1} once in, z_l once out; on the way back dy_l, z_l and z_{l−1}
-// once in, dy_{l−1} once out.
+// is filled, statistics are taken and slopes multiplied in while the results of a convolution are
+// written. Memory traffic per layer: z_{l−1} once in, z_l once out; on the way back dy_l, z_l and
+// z_{l−1} once in, dy_{l−1} once out.
 
 #pragma once
 

@@ -74,7 +74,7 @@ struct Math : Constants<T> {
   }
 
   // e^x = 2^n e^r with n = round(x / ln 2), |r| ≤ ln(2)/2. Gives 2^n and e^r − 1, the latter as its
-  // Taylor series r + r²/2! + r³/3! + … That |x| ≤ exp_limit is, here and below, the caller's duty.
+  // Taylor series r + r²/2! + r³/3! + … Here and below the caller makes sure that |x| ≤ exp_limit.
   template <class V>
   static RESODE_INLINE void reduce(V x, V& power, V& expm1_r) {
     constexpr T log2e = 1.44269504088896340735992468100189214;

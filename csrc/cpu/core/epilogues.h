@@ -1,5 +1,5 @@
-// What is done to the result of a product while it is still in registers. An epilogue is called
-// with N consecutive vectors of the result and their place in any matrix of the result's shape.
+// Operations on the result of a product while it is still in registers. An epilogue is called with
+// N consecutive vectors of the result and their offset in any matrix of the result's shape.
 
 #pragma once
 
@@ -148,7 +148,7 @@ struct Update {
   }
 };
 
-// The same of one row of a panel.
+// An update of one row of a panel.
 template <class T>
 RESODE_INLINE void apply(const Update<T>& update, int64_t offset, PanelRow<T> row) {
   Vec<T> v[kPanelVectors];
@@ -156,7 +156,7 @@ RESODE_INLINE void apply(const Update<T>& update, int64_t offset, PanelRow<T> ro
   update(offset, v);
 }
 
-// The same over values that were computed earlier, from one place to another.
+// Hands values that were computed earlier, those from offset `begin` to `end`, to an epilogue.
 template <class T, class Epilogue>
 void for_each_vector(const T* values, int64_t begin, int64_t end, Epilogue epilogue) {
   for (int64_t i = begin; i < end; i += kLanes<T>) {

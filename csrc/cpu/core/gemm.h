@@ -1,4 +1,4 @@
-// Matrix products with what follows them fused in.
+// Matrix products, fused with the operation that follows them.
 //
 //     multiply:             C = bias + A B      C[i,j] = bias[j] + Σ_k A[i,k] B[k,j]
 //     multiply_transposed:  C = Aᵀ B            C[i,j] = Σ_k A[k,i] B[k,j]

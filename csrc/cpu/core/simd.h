@@ -51,8 +51,8 @@ using Vec = typename Simd<T>::Vec;
 template <class T>
 constexpr int kLanes = kVectorBytes / int(sizeof(T));
 
-// Columns of a panel and of a register tile. Two vectors share what is read of the left operand;
-// one is for stages that two would not fill.
+// Columns of a panel and of a register tile. Two vectors share every load of the left operand; one
+// is for stages too narrow to fill two.
 #if !defined(RESODE_PANEL_VECTORS)
 #define RESODE_PANEL_VECTORS 2
 #endif
@@ -112,7 +112,7 @@ RESODE_PAIR_OPERATOR(/)
 
 // The smaller and the larger of two, lane by lane: y where either is NaN. Compilers make a
 // comparison and a blend of the ternary operator, twice the work of the one instruction for it.
-// (With a mask, because GCC 12 finds uninitialized values in the function without.)
+// (Masked, because GCC 12 warns of uninitialized values in the plain intrinsics.)
 #if defined(__AVX512F__)
 constexpr __mmask16 kAllLanes = 0xffff;
 #endif
@@ -135,7 +135,7 @@ RESODE_INLINE V larger(V x, V y) {
   return x > y ? x : y;
 }
 
-// x where it is not beyond the limit, or not beyond ±limit; a NaN stays one
+// x limited from above, and from both sides to ±limit; a NaN stays a NaN
 template <class V, Scalar T>
 RESODE_INLINE V at_most(V x, T limit) {
   return smaller(V{} + limit, x);
@@ -187,7 +187,8 @@ RESODE_INLINE void store_all(T* p, V v) {
   }
 }
 
-// x and y ← some lanes of the two; `first` and `second` tell which, y's counted on from x's.
+// Lane i of x ← lane first(i) of both, lane i of y ← lane second(i): x's lanes count from 0, y's
+// from kLanes.
 template <class T, class First, class Second, int... Lane>
 RESODE_INLINE void shuffle(Vec<T>& x, Vec<T>& y, First first, Second second,
                            std::integer_sequence<int, Lane...>) {
@@ -202,10 +203,9 @@ RESODE_INLINE void shuffle(Vec<T>& x, Vec<T>& y, First first, Second second,
 #endif
 }
 
-// Transposes a square of vectors in log2(lanes) rounds. A round with Distance = 1, 2, 4, … puts
-// numbers together that were Distance rows apart, each by what is one instruction on x86: inside
-// units of 16 bytes by interleaving them and by swapping halves, between units by taking every
-// other one.
+// Transposes a square of vectors in log2(lanes) rounds. A round with Distance = 1, 2, 4, … brings
+// numbers together that were Distance rows apart. Every shuffle is one x86 instruction: within
+// units of 16 bytes it interleaves or swaps halves, between units it takes every other unit.
 template <class T, int Distance = 1>
 RESODE_INLINE void transpose(Vec<T> (&a)[kLanes<T>]) {
   constexpr int L = kLanes<T>, U = 16 / sizeof(T);
@@ -232,7 +232,7 @@ RESODE_INLINE void transpose(Vec<T> (&a)[kLanes<T>]) {
     }
     transpose<T, 2 * Distance>(a);
   }
-  if constexpr (interleaves)  // which has left the middle two of four rows in each other's place
+  if constexpr (interleaves)  // interleaving has swapped the middle two of every four rows
     for (int i = 0; i < L; i += U) std::swap(a[i + 1], a[i + 2]);
 }
 

@@ -6,10 +6,10 @@
 
 namespace {
 
-// A crew, most of the time one thread, has what it works with to itself: its rows of the states,
-// the packed weights of the blocks in work, buffers for a tile, gradient sums. Packing a block
-// costs little next to using it on a tile's rows, and nothing that another core has just written
-// needs to be fetched. What all threads share in any case is in Block::Shared.
+// Each crew, mostly one thread, has memory of its own: its rows of the states, the packed weights
+// of the blocks in work, buffers for a tile, gradient sums. Packing a block's weights costs little
+// compared with their use on a tile's rows, and no core has to fetch what another has just written.
+// Memory that all threads share is in Block::Shared.
 template <class T, class Scheme, ResidualBlock<T> Block>
 struct Pass {
   const Stage& s;
@@ -39,24 +39,25 @@ struct Pass {
   int crews() const { return tiling.threads / tiling.crew; }
   int crew_index(Team team) const { return team.crew_index(tiling.crew); }
 
-  // Prefetchers run ahead of what a core reads, by up to a tile. Where that is what another core is
-  // writing, both wait for it to be passed to and fro: products of 128 rows took up to half as long
-  // again. So what belongs to a crew lies this many bytes apart from what belongs to the next.
+  // The bytes between the memory of one crew and that of the next. Prefetchers run ahead of a
+  // core's reads, by up to a tile. If another core is writing there, cache lines go to and fro
+  // between the two: products of 128 rows took up to 1.5 times as long.
   int64_t apart() const {
     if (crews() == 1) return 0;
     const int64_t tile = tiling.max_tile_rows() * padded<T>(s.dim) * int64_t(sizeof(T));
     return ceil_div(min(2 * tile, 128 << 10), 64) * 64;
   }
 
-  // Whether a state may live in a result of the pass, where threads' rows adjoin: without padding a
-  // tile takes as much room as its rows, and many rows have few neighbours.
+  // Whether a state may live in a result of the pass. It fits there if no column is padded. The
+  // crews' rows then adjoin, without the bytes between them, which does no harm if each crew has
+  // many.
   bool lives_in_result() const {
     constexpr int64_t kMany = 512 << 10;
     return padded<T>(s.dim) == s.dim &&
            (crews() == 1 || s.rows * s.dim * int64_t(sizeof(T)) >= kMany * crews());
   }
 
-  // Room for so many states, see Worker::own.
+  // Memory for `count` states, see Worker::own.
   T* states(Arena& arena, int64_t count) const {
     const int64_t gaps = (crews() - 1) * apart() / int64_t(sizeof(T));
     return arena.take<T>(count * s.rows * padded<T>(s.dim) + gaps);

@@ -41,7 +41,7 @@ template <class T>
 struct ReverseStates {
   bool in_result;   // the cotangent is: in grad_x
   int64_t segment;  // states that are kept at a time: those of a segment for `exact`, or one
-  bool known;       // f(x̃) is kept where the step before has computed it already
+  bool known;       // f(x̃) is kept if the previous step has computed it
   int64_t history;  // `predicted`: the last evaluations, a ring
   T* states;
 

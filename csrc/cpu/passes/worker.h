@@ -8,7 +8,7 @@
 
 namespace {
 
-// Several states, as far as they are one thread's.
+// Several states: the rows of one thread's crew.
 template <class T>
 struct States {
   T* first;
@@ -29,8 +29,8 @@ class Worker {
         team(team),
         tiles(pass.tiling.tiles, pass.crew_index(team), team.crews(pass.tiling.crew)) {}
 
-  // Of `count` states, a crew has its rows of all of them together, and apart from the next crew's.
-  // The pointers are such that the first row of a tile is where pass.tile expects it.
+  // This crew's rows of `count` states, which lie together and apart from the next crew's. The
+  // pointers are shifted so that pass.tile finds the rows of a tile.
   States<T> own(T* states, int64_t count) const {
     const int64_t begin = pass.tiling.tile(tiles.begin).begin,
                   end = pass.tiling.tile(tiles.end - 1).end, row = padded<T>(pass.s.dim);
@@ -71,10 +71,10 @@ class Worker {
     }
   }
 
-  // The reverse pass needs all crews' sums for a block's gradient. Where there are slots to get
-  // ahead with, nobody waits for them at once: a thread that has walked step n writes its share of
-  // the gradients that step n + 1 completed, and it uses a slot again when all have written theirs.
-  // So a thread may be a step ahead of another, and a delay on one core does not stop the others.
+  // A block's gradient is the sum of all crews' sums. With slots to spare (kAhead) no thread waits
+  // for the others at once: a thread that has made step n writes its share of the gradients that
+  // step n + 1 completed, and it reuses a slot when all threads have written theirs. So a thread
+  // may be a step ahead of another, and a delay on one core does not stop the others.
 
   void begin_reverse_step(int64_t n) {
     begin_step(n);

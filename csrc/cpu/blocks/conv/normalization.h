@@ -88,7 +88,7 @@ struct Moments {
       for (int k = 0; k < kChains; ++k) sums[k] = sums[k] + load_all<V>(z + (q + k) * kPanel<T>);
     for (; q < pixels; ++q) sums[0] = sums[0] + load_all<V>(z + q * kPanel<T>);
     const V middle = ((sums[0] + sums[1]) + (sums[2] + sums[3])) * (T(1) / T(pixels));
-    // The deviations from this rounded mean also tell what it is off by.
+    // The deviations from this rounded mean also give its error.
     V rest[2] = {}, squares[2] = {};
     const auto deviate = [&](int k, int64_t q) RESODE_ALWAYS {
       const V d = load_all<V>(z + q * kPanel<T>) - middle;
