@@ -40,9 +40,10 @@ def _use_large_pages(memory: Tensor | None) -> None:
 def _run(problem: Problem, state: Tensor, io: Any) -> None:
     parameters = native.contiguous(problem.parameters)
     stage = native.stage_of(_C, problem, parameters, state, torch.get_num_threads())
-    workspace = torch.empty(_C.workspace_bytes(stage, io), dtype=torch.uint8)
+    plan = _C.plan(stage, io)
+    workspace = torch.empty(plan.workspace_bytes, dtype=torch.uint8)
     _use_large_pages(workspace)
-    _C.run(stage, io, workspace.data_ptr())
+    plan.run(workspace.data_ptr())
 
 
 def forward(problem: Problem, x: Tensor, y: Tensor, anchors: Tensor, statistics: Tensor) -> None:
