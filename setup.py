@@ -40,7 +40,7 @@ REPORT = "build_report.json"
 
 # From the plainest to the widest; x86-64 has all of them, other processors the first. There it is
 # for processors from before 2013, and a third less time for compiling it counts more. AVX-512 is
-# there twice: see kPanelVectors in csrc/cpu/simd.h.
+# there twice: see kPanelVectors in csrc/cpu/core/simd.h.
 AVX512 = ["-mavx512f", "-mavx512vl", "-mavx512dq", "-mavx512bw", "-mfma"]
 INSTRUCTION_SETS = {"baseline": []}
 if platform.machine().lower() in ("x86_64", "amd64"):

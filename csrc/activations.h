@@ -1,8 +1,8 @@
-// σ(z) and σ'(z) of every activation.
+// σ(z) and σ'(z) of every activation, and the one list of them.
 //
-// Written once for every processor. M is the arithmetic: its Scalar, exp, tanh and the normal
-// distribution; V is what it computes with, vectors or a scalar. Where a caller drops the
-// slope, the compiler drops its computation. A NaN in gives a NaN out.
+// Written once for every processor. M is the arithmetic: its Scalar, where_less, clamp, exp, tanh
+// and the normal distribution; V is what it computes with, vectors or a scalar. Where a caller
+// drops the slope, the compiler drops its computation. A NaN stays a NaN.
 
 #pragma once
 
@@ -14,8 +14,8 @@ struct Relu {
   template <class M, class V>
   static RESODE_INLINE void apply(V z, V& value, V& slope) {
     using T = typename M::Scalar;
-    value = where_less(z, T(0), z * T(0), z);
-    slope = where_less(-z, T(0), z * T(0) + T(1), z * T(0));
+    value = M::where_less(z, T(0), z * T(0), z);
+    slope = M::where_less(-z, T(0), z * T(0) + T(1), z * T(0));
   }
 };
 
@@ -45,11 +45,20 @@ struct Silu {
   template <class M, class V>
   static RESODE_INLINE void apply(V z, V& value, V& slope) {
     using T = typename M::Scalar;
-    const V e = M::exp(clamp(-z, M::exp_limit));
+    const V e = M::exp(M::clamp(-z, M::exp_limit));
     const V s = T(1) / (T(1) + e);
     value = z * s;
     slope = s + value * (e * s);
   }
 };
+
+// The list: X(name, struct) of each. From it come the enum (stage.h), the names in Python
+// (bindings.h) and the choice at run time, on CPUs and GPUs. So an activation is added by a struct
+// above and a line here. A name is that of functional.ACTIVATIONS.
+#define RESODE_ACTIVATIONS(X) \
+  X(relu, Relu)               \
+  X(tanh, Tanh)               \
+  X(gelu, Gelu)               \
+  X(silu, Silu)
 
 }  // namespace resode

@@ -6,8 +6,13 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <algorithm>
 #include <array>
+#include <initializer_list>
+#include <memory>
+#include <optional>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "stage.h"
@@ -17,19 +22,19 @@ namespace py = pybind11;
 namespace resode {
 namespace {
 
-// The place of `name` among the names of an enum, given in its order.
+// The value of this name; with `taken` only if it is one of those.
 template <class Enum>
-Enum parse(const std::string& name, std::initializer_list<const char*> names) {
-  int i = 0;
-  for (const char* candidate : names) {
-    if (name == candidate) return Enum(i);
-    ++i;
+Enum parse(std::string_view name, std::initializer_list<Enum> taken = {}) {
+  std::string_view names = kNames<Enum>;
+  for (int i = 0; !names.empty(); ++i) {
+    const size_t end = std::min(names.find_first_of(", "), names.size());
+    const Enum value{i};
+    if (names.substr(0, end) == name &&
+        (taken.size() == 0 || std::find(taken.begin(), taken.end(), value) != taken.end()))
+      return value;
+    names.remove_prefix(std::min(names.find_first_not_of(", ", end), names.size()));
   }
-  throw py::value_error("unknown name '" + name + "'");
-}
-
-Activation parse_activation(const std::string& name) {
-  return parse<Activation>(name, {"identity", "relu", "tanh", "gelu", "silu"});
+  throw py::value_error("unknown name '" + std::string(name) + "'");
 }
 
 // The structs that kernels take, with the tables they point to.
@@ -40,8 +45,8 @@ struct PyReverse : Reverse {
   std::vector<void*> table;
 };
 
-// A table of all blocks' tensors, from the addresses of the first block's and the bytes from one
-// block to the next; without those, all addresses are given.
+// A table of the tensors of all blocks. With strides, the bytes from one block's tensor to the next
+// block's, the addresses are those of the first block; without, they are those of all blocks.
 std::vector<void*> make_table(const std::vector<uintptr_t>& addresses,
                               const std::vector<int64_t>& strides, int64_t blocks) {
   std::vector<void*> table;
@@ -65,17 +70,17 @@ PyStage make_stage(const std::string& block, const std::string& activation,
                    const std::vector<uintptr_t>& parameters, const std::vector<int64_t>& strides,
                    int64_t anchor_every, int threads) {
   PyStage s{};
-  s.block = parse<Block>(block, {"mlp", "linear", "conv"});
-  s.activation = parse_activation(activation);
-  s.scheme = parse<Scheme>(scheme, {"euler", "heun"});
+  s.block = parse<Block>(block);
+  s.activation = parse<Activation>(activation);
+  s.scheme = parse<Scheme>(scheme);
   s.steps = steps;
   s.step = step;
   s.tied = tied;
   s.rows = rows;
   s.dim = dim;
   s.hidden = hidden;
-  s.stream = parse<DType>(stream, {"float32", "float64"});
-  s.storage = parse<DType>(storage, {"float32", "float64", "float16", "bfloat16"});
+  s.stream = parse(stream, {DType::float32, DType::float64});
+  s.storage = parse<DType>(storage);
   s.height = height;
   s.width = width;
   for (const auto& [in, out, size] : convolutions)
@@ -94,7 +99,7 @@ PyReverse make_reverse(const std::string& reverse_rule, int order, uintptr_t sta
                        const std::vector<uintptr_t>& gradients, const std::vector<int64_t>& strides,
                        int64_t blocks, uintptr_t nonfinite) {
   PyReverse r{};
-  r.reverse_rule = parse<ReverseRule>(reverse_rule, {"exact", "paper", "refined", "predicted"});
+  r.reverse_rule = parse<ReverseRule>(reverse_rule);
   r.order = order;
   r.start = reinterpret_cast<const void*>(start);
   r.anchors = reinterpret_cast<const void*>(anchors);
@@ -106,26 +111,58 @@ PyReverse make_reverse(const std::string& reverse_rule, int order, uintptr_t sta
   return r;
 }
 
-// Each module has classes of its own.
+// The classes are local to a module: `_C` and `_CUDA` each have their own.
 [[maybe_unused]] void bind_structs(py::module_& m) {
-  py::class_<PyStage>(m, "Stage", py::module_local())
+  py::class_<PyStage, std::shared_ptr<PyStage>>(m, "Stage", py::module_local())
       .def(py::init(&make_stage), py::kw_only(), py::arg("block"), py::arg("activation"),
            py::arg("scheme"), py::arg("steps"), py::arg("step"), py::arg("tied"), py::arg("rows"),
            py::arg("dim"), py::arg("hidden"), py::arg("height"), py::arg("width"),
            py::arg("convolutions"), py::arg("epsilon"), py::arg("stream"), py::arg("storage"),
            py::arg("parameters"), py::arg("strides"), py::arg("anchor_every"), py::arg("threads"));
 
-  py::class_<Forward>(m, "Forward", py::module_local())
+  py::class_<Forward, std::shared_ptr<Forward>>(m, "Forward", py::module_local())
       .def(py::init([](uintptr_t x, uintptr_t y, uintptr_t anchors, uintptr_t statistics) {
              return Forward{reinterpret_cast<const void*>(x), reinterpret_cast<void*>(y),
                             reinterpret_cast<void*>(anchors), reinterpret_cast<void*>(statistics)};
            }),
            py::kw_only(), py::arg("x"), py::arg("y"), py::arg("anchors"), py::arg("statistics"));
 
-  py::class_<PyReverse>(m, "Reverse", py::module_local())
+  py::class_<PyReverse, std::shared_ptr<PyReverse>>(m, "Reverse", py::module_local())
       .def(py::init(&make_reverse), py::kw_only(), py::arg("reverse_rule"), py::arg("order"),
            py::arg("start"), py::arg("anchors"), py::arg("cotangent"), py::arg("grad_x"),
            py::arg("gradients"), py::arg("strides"), py::arg("blocks"), py::arg("nonfinite"));
+}
+
+// A pass that is ready to run, with the stage and io that the plan refers to.
+template <class Plan, class PyIo>
+struct PyPlan {
+  std::shared_ptr<PyStage> stage;
+  std::shared_ptr<PyIo> io;
+  Plan plan;
+};
+
+// Adds the function plan(stage, io, …) for one type of io, and the class of its result. `make`
+// returns the plan; nothing, and Python None, if the pass cannot be run.
+template <class Io, class PyIo, template <class> class Plan, class... More>
+auto bind_plan(py::module_& m, const char* name,
+               std::optional<Plan<Io>> (*make)(const Stage&, const Io&, const More&...)) {
+  using Made = PyPlan<Plan<Io>, PyIo>;
+  m.def("plan",
+        [make](std::shared_ptr<PyStage> stage, std::shared_ptr<PyIo> io,
+               const More&... more) -> std::optional<Made> {
+          const auto plan = make(*stage, *io, more...);
+          if (!plan) return {};
+          return Made{stage, io, *plan};
+        });
+  return py::class_<Made>(m, name, py::module_local())
+      .def_property_readonly("workspace_bytes",
+                             [](const Made& made) { return made.plan.workspace_bytes; })
+      .def(
+          "run",
+          [](const Made& made, uintptr_t workspace) {
+            made.plan.run(reinterpret_cast<void*>(workspace));
+          },
+          py::arg("workspace"), py::call_guard<py::gil_scoped_release>());
 }
 
 }  // namespace

@@ -1,11 +1,12 @@
-// The Python module `_C`: checks nothing, allocates nothing, knows no torch. The GIL is released
-// while kernels run.
+// The Python module `_C`. It checks no arguments, allocates no tensors and does not know torch. The
+// GIL is released while kernels run.
 
 #include <string>
+#include <type_traits>
 #include <vector>
 
 #include "bindings.h"
-#include "cpu/pages.h"
+#include "cpu/core/pages.h"
 
 namespace resode {
 
@@ -65,7 +66,7 @@ std::vector<std::string> instruction_sets(bool only_supported) {
 
 constexpr const char* kAuto = "auto";
 
-// What a stage runs on: what was asked for, or null: whatever is best for the stage.
+// The build that was selected; null: the best one for each stage.
 const Kernels* selected = nullptr;
 
 void select(const std::string& name) {
@@ -86,7 +87,7 @@ void select(const std::string& name) {
                         "' cannot be used here; this build and processor have: " + known);
 }
 
-// The best of those that were asked for; of equals, the widest.
+// The selected build, else the one of the lowest cost; of equals, the widest.
 template <class Cost>
 const Kernels& best(Cost cost) {
   if (selected) return *selected;
@@ -102,6 +103,42 @@ const Kernels& widest() {
   return best([](const Kernels&) { return 0; });
 }
 
+// A pass with the kernels that suit its stage.
+template <class Io>
+struct Plan {
+  const Stage& stage;
+  const Io& io;
+  const Kernels& kernels;
+  size_t workspace_bytes;
+
+  Plan(const Stage& stage, const Io& io)
+      : stage(stage), io(io), kernels(kernels_for(stage)), workspace_bytes(run(nullptr)) {}
+
+  size_t run(void* workspace) const {
+    if constexpr (std::is_same_v<Io, Forward>)
+      return kernels.forward(stage, io, workspace);
+    else
+      return kernels.reverse(stage, io, workspace);
+  }
+};
+
+template <class Io>
+std::optional<Plan<Io>> plan(const Stage& stage, const Io& io) {
+  return Plan<Io>(stage, io);
+}
+
+template <class Io, class PyIo>
+void bind_pass(py::module_& m, const char* name) {
+  using Made = PyPlan<Plan<Io>, PyIo>;
+  bind_plan<Io, PyIo>(m, name, &plan<Io>)
+      .def_property_readonly("instruction_set",
+                             [](const Made& made) { return made.plan.kernels.name; })
+      .def_property_readonly("crews", [](const Made& made) {
+        const Crews crews = made.plan.kernels.crews(*made.stage);
+        return py::make_tuple(crews.count, crews.threads_each);
+      });
+}
+
 }  // namespace
 
 PYBIND11_MODULE(_C, m) {
@@ -109,38 +146,17 @@ PYBIND11_MODULE(_C, m) {
 
   bind_structs(m);
 
-  const auto no_gil = py::call_guard<py::gil_scoped_release>();
-  m.def("workspace_bytes",
-        [](const PyStage& s, const Forward& io) { return kernels_for(s).forward(s, io, nullptr); });
-  m.def("workspace_bytes", [](const PyStage& s, const PyReverse& io) {
-    return kernels_for(s).reverse(s, io, nullptr);
-  });
-  m.def(
-      "run",
-      [](const PyStage& s, const Forward& io, uintptr_t workspace) {
-        kernels_for(s).forward(s, io, reinterpret_cast<void*>(workspace));
-      },
-      no_gil);
-  m.def(
-      "run",
-      [](const PyStage& s, const PyReverse& io, uintptr_t workspace) {
-        kernels_for(s).reverse(s, io, reinterpret_cast<void*>(workspace));
-      },
-      no_gil);
+  bind_pass<Forward, Forward>(m, "ForwardPlan");
+  bind_pass<Reverse, PyReverse>(m, "ReversePlan");
   m.def("use_large_pages", &use_large_pages, py::arg("address"), py::arg("bytes"));
   m.def(
       "fma_peak", [](int threads, double seconds) { return widest().fma_peak(threads, seconds); },
-      py::arg("threads"), py::arg("seconds") = 0.2, no_gil);
+      py::arg("threads"), py::arg("seconds") = 0.2, py::call_guard<py::gil_scoped_release>());
 
   m.def("built", [] { return instruction_sets(false); });
   m.def("supported", [] { return instruction_sets(true); });
   m.def("selected", [] { return std::string(selected ? selected->name : kAuto); });
   m.def("select", &select, py::arg("name"));
-  m.def("crews", [](const PyStage& s) {
-    const Crews crews = kernels_for(s).crews(s);
-    return py::make_tuple(crews.count, crews.threads_each);
-  });
-  m.def("picked", [](const PyStage& s) { return std::string(kernels_for(s).name); });
 }
 
 }  // namespace resode

@@ -8,13 +8,26 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "activations.h"
+
 namespace resode {
 
-enum class Block { mlp, linear, conv };
-enum class Activation { identity, relu, tanh, gelu, silu };
-enum class Scheme { euler, heun };
-enum class ReverseRule { exact, paper, refined, predicted };
-enum class DType { float32, float64, float16, bfloat16 };
+// An enum, and as one text the names of its values in their order, which Python uses (bindings.h).
+template <class Enum>
+inline constexpr const char* kNames = nullptr;
+#define RESODE_TEXT(...) #__VA_ARGS__
+#define RESODE_ENUM(Enum, ...)     \
+  enum class Enum { __VA_ARGS__ }; \
+  template <>                      \
+  inline constexpr const char* kNames<Enum> = RESODE_TEXT(__VA_ARGS__)
+
+RESODE_ENUM(Block, mlp, linear, conv);
+RESODE_ENUM(Scheme, euler, heun);
+RESODE_ENUM(ReverseRule, exact, paper, refined, predicted);
+RESODE_ENUM(DType, float32, float64, float16, bfloat16);
+#define RESODE_NEXT(name, Struct) , name
+RESODE_ENUM(Activation, identity RESODE_ACTIVATIONS(RESODE_NEXT));
+#undef RESODE_NEXT
 
 constexpr int kMaxLayers = 3;  // convolutions in a block
 constexpr int kMaxParameters = 5 * kMaxLayers;
@@ -67,13 +80,13 @@ struct Forward {
 struct Reverse {
   ReverseRule reverse_rule;
   int order;
-  const void* start;       // where the walk begins: x[N], for `exact` x[0]
+  const void* start;       // where the pass starts: x[N], for `exact` x[0]
   const void* anchors;     // as Forward left them
   const void* cotangent;   // ∂L/∂x[N]
   void* grad_x;            // null: not needed
   void* const* gradients;  // a table like the parameters', in the storage dtype; null: not needed
   // Raised to the largest n whose point p, where the VJP of step n is taken, is not finite; null:
-  // nobody looks.
+  // not wanted.
   int32_t* nonfinite;
 };
 
@@ -86,8 +99,8 @@ struct Crews {
 // reverse run nothing and return the bytes of workspace they need (64-byte aligned).
 struct Kernels {
   const char* name;
-  // Time of a training step as the instruction set sees it: the multiply-adds of one evaluation,
-  // with what padding adds to them, over those of a cycle. Comparable between builds.
+  // Estimated cycles of one evaluation of f, to compare builds: its multiply-adds, padding
+  // included, over those that the instruction set makes in a cycle.
   double (*cost)(const Stage&);
   Crews (*crews)(const Stage&);
   size_t (*forward)(const Stage&, const Forward&, void* workspace);

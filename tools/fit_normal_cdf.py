@@ -1,4 +1,4 @@
-"""Prints the coefficients of the normal distribution function in csrc/cpu/math.h.
+"""Prints the coefficients of the normal distribution function in csrc/cpu/core/elementary.h.
 
 For a >= 0 write  Phi(-a) = exp(-a^2/2) m(a).  With t = (a - 4)/(a + 4) the function
 (a + 4) m(a) is smooth in t on [-1, 1); its interpolation at the Chebyshev points of the

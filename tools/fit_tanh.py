@@ -1,4 +1,4 @@
-"""Prints the coefficients of the hyperbolic tangent in csrc/cpu/math.h.
+"""Prints the coefficients of the hyperbolic tangent in csrc/cpu/core/elementary.h.
 
     tanh x ~ x P(x^2) / Q(x^2),  Q(0) = 1,  for |x| <= limit
 

@@ -46,7 +46,8 @@ def plans(kernel: str, precision: str, target: Target) -> Iterator[Plan]:
         io = _reverse(block) if "reverse" in kernel else _forward()
         plan = module.plan(stage, io, gpu)
         if plan is not None:
-            yield Plan(dim, plan["rows"], plan["chunk"], plan["shared"])
+            layout = plan.layout
+            yield Plan(dim, layout["rows"], layout["chunk"], layout["shared"])
 
 
 def _stage(block: str, dim: int, precision: str) -> Any:

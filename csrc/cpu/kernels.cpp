@@ -1,9 +1,11 @@
 // The CPU kernels of one instruction set: compiled once for each, with RESODE_ISA naming it.
 
-#include "conv.h"
-#include "forward.h"
-#include "peak.h"
-#include "reverse.h"
+#include "blocks/conv.h"
+#include "blocks/linear.h"
+#include "blocks/mlp.h"
+#include "core/peak.h"
+#include "passes/forward.h"
+#include "passes/reverse.h"
 
 namespace {
 
@@ -73,13 +75,12 @@ double cost(const Stage& s) {
 
 #define RESODE_NAME_(isa) kernels_##isa
 #define RESODE_NAME(isa) RESODE_NAME_(isa)
-#define RESODE_TEXT_(isa) #isa
-#define RESODE_TEXT(isa) RESODE_TEXT_(isa)
+#define RESODE_NAME_TEXT(isa) RESODE_TEXT(isa)
 
 namespace resode {
 
 extern const Kernels RESODE_NAME(RESODE_ISA);
 const Kernels RESODE_NAME(RESODE_ISA) = {
-    RESODE_TEXT(RESODE_ISA), cost, crews, run_forward, run_reverse, fma_peak};
+    RESODE_NAME_TEXT(RESODE_ISA), cost, crews, run_forward, run_reverse, fma_peak};
 
 }  // namespace resode

@@ -16,8 +16,8 @@
 
 #pragma once
 
+#include "activate.h"
 #include "gradients.h"
-#include "math.h"
 #include "products.h"
 #include "state.h"
 #include "storage.h"
@@ -25,8 +25,8 @@
 
 namespace resode {
 
-// What both kinds have: the tiles in shared memory, and chunks of weights, which are `units` in
-// all.
+// What both kinds of blocks share: the tiles in shared memory, and the chunks of weights, which
+// have `units` units in all.
 template <class P, Block kBlock>
 class Shared {
  public:
@@ -38,7 +38,7 @@ class Shared {
         layout_(kBlock, net.tiling, int(sizeof(Weight)), reverse),
         buffers_((units + net.tiling.chunk - 1) / net.tiling.chunk) {}
 
-  // A place for a state that is not worked with.
+  // Where the state x̃ lies while the threads work at p.
   __device__ Tile<float> resting() const { return tile<float>(layout_.resting, net_.tiling.width); }
 
  protected:
@@ -54,7 +54,7 @@ class Shared {
   __device__ Tile<float> cotangent() const {
     return tile<float>(layout_.cotangent, net_.tiling.width);
   }
-  // Of a buffer with weights.
+  // The tiles in a buffer of weights.
   __device__ Tile<Weight> w1(int buffer) const {
     return tile<Weight>(layout_.weights + buffer * layout_.buffer + layout_.w1, net_.tiling.width);
   }
@@ -78,7 +78,7 @@ class Shared {
     const int first = i * net_.tiling.chunk, count = min(net_.tiling.chunk, units_ - first);
     return {0, first, count, round_up(count, 16)};
   }
-  // The i-th chunk of block n, when it is there; `source` loads chunks.
+  // Waits for the i-th chunk of block n, which `source` loads.
   template <class Source>
   __device__ __forceinline__ Chunk acquire(int n, int i, int next, const Source& source) {
     Chunk c = chunk(i);
@@ -159,7 +159,7 @@ class Mlp : public Shared<P, Block::mlp> {
     }
     if (back) {
       if (gradients->wanted(3)) gradients->add_columns(3, s, cotangent, rows, 0, dim);
-      __syncthreads();  // the operands are free now
+      __syncthreads();  // the operands may be overwritten now
     }
     return gx;
   }
@@ -192,7 +192,7 @@ class Mlp : public Shared<P, Block::mlp> {
   __device__ __forceinline__ void load(int n, int i, int buffer) const {
     const Chunk c = Base::chunk(i);
     const int dim = net_.dim, chunk = net_.tiling.chunk;
-#pragma unroll 1  // the code of the copy once, not three times
+#pragma unroll 1  // the code of the copy is there once, not three times
     for (int k = 0; k < 3; ++k) {
       const Weight* const from = Base::parameter(k, n);
       if (k == 0)
@@ -250,7 +250,7 @@ class Linear : public Shared<P, Block::linear> {
                                   column, dim, dim);
         });
     }
-    __syncthreads();  // the value is there, and the operands are free
+    __syncthreads();  // the value is complete, and the operands may be overwritten
     if (wanted) f = place.take(value());
     return s * gx;
   }

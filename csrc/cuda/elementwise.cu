@@ -7,8 +7,8 @@
 //
 // Arithmetic is in float32.
 
+#include "activate.h"
 #include "layerwise.h"
-#include "math.h"
 #include "tiles.h"
 
 namespace resode {
@@ -63,9 +63,9 @@ void combine(const Gpu& gpu, Array out, int64_t elements, std::span<const Term> 
   std::copy(terms.begin(), terms.end(), sum.terms);
   bool aligned = true;
   for (const Term& term : terms) aligned &= lanes_of(4, {out, term.y, term.x}) == 4;
-  const int64_t per_block = kThreads * (aligned ? 4 : 1);
-  const int64_t blocks = (elements + per_block - 1) / per_block;
-  const dim3 grid(unsigned(std::clamp<int64_t>(blocks, 1, kBlocksPerProcessor * gpu.processors)));
+  const int64_t per_cta = kThreads * (aligned ? 4 : 1);
+  const int64_t ctas = (elements + per_cta - 1) / per_cta;
+  const dim3 grid(unsigned(std::clamp<int64_t>(ctas, 1, kCtasPerProcessor * gpu.processors)));
   launch(gpu, aligned ? combine_kernel<4> : combine_kernel<1>, grid, kThreads, 0, sum);
 }
 

@@ -1,7 +1,7 @@
 // The depth-fused stage: the launches that make up a pass.
 //
-// A launch of the reverse pass makes as many steps as its partial sums of gradients fit into half
-// of the GPU's last cache, since a thread block comes back to them with every tile of rows. The
+// A launch of the reverse pass makes so many steps that their partial sums of gradients fit into
+// half of the GPU's last-level cache, since a CTA comes back to them with every tile of rows. The
 // sums of the blocks that are complete are then added up. Under Heun two steps share a block, whose
 // sums stay in their slot from one launch to the next.
 
@@ -41,9 +41,9 @@ int64_t stride(const Stage& stage, const void* const* table, int k, int bytes) {
          bytes;
 }
 
-// The tallest tile that all warps have a part of, unless the rows are too few to give every
-// multiprocessor one, with the widest chunk of weights that leaves room for it.
-std::optional<Plan> plan(const Stage& stage, const Gpu& gpu, bool reverse) {
+// The tallest tile in which every warp has a part, or a lower one if the rows would not give every
+// multiprocessor a tile; with the widest chunk of weights that fits beside it.
+std::optional<Launches> launches(const Stage& stage, const Gpu& gpu, bool reverse) {
   if (stage.block == Block::conv || stage.stream != DType::float32) return {};
   const FusedKernels& kernels = kernels_for(stage, gpu);
   const int width = round_up(stage.dim, kStateColumns);
@@ -56,12 +56,12 @@ std::optional<Plan> plan(const Stage& stage, const Gpu& gpu, bool reverse) {
       if (size_t(layout.bytes) > gpu.shared_memory) continue;
       const int64_t tiles = ceil_div(stage.rows, tiling.rows);
       const int programs = int(reverse ? std::min<int64_t>(tiles, gpu.processors) : tiles);
-      return Plan{&kernels, tiling, size_t(layout.bytes), programs, int(stage.steps)};
+      return Launches{&kernels, tiling, size_t(layout.bytes), programs, int(stage.steps)};
     }
   return {};
 }
 
-Network network(const Stage& stage, const Plan& plan) {
+Network network(const Stage& stage, const Launches& launches) {
   Network net{};
   net.activation = stage.activation;
   net.scheme = stage.scheme;
@@ -71,11 +71,11 @@ Network network(const Stage& stage, const Plan& plan) {
   net.rows = stage.rows;
   net.dim = int(stage.dim);
   net.hidden = int(stage.hidden);
-  net.tiling = plan.tiling;
+  net.tiling = launches.tiling;
   for (int k = 0; k < stage.count; ++k) {
     net.parameters[k] = stage.parameters[k];
     if (net.parameters[k])
-      net.strides[k] = stride(stage, stage.parameters, k, plan.kernels->weight_bytes);
+      net.strides[k] = stride(stage, stage.parameters, k, launches.kernels->weight_bytes);
   }
   return net;
 }
@@ -112,8 +112,14 @@ Sums layout_sums(const Stage& stage, const Reverse& io) {
 // The reverse pass, launch by launch.
 class Reverser {
  public:
-  Reverser(const Stage& stage, const Reverse& io, const Gpu& gpu, void* workspace)
-      : stage_(stage), io_(io), gpu_(gpu), plan_(*resode::plan(stage, io, gpu)), arena_(workspace) {
+  Reverser(const Plan<Reverse>& plan, void* workspace)
+      : stage_(plan.stage),
+        io_(plan.io),
+        gpu_(plan.gpu),
+        launches_(plan.launches),
+        arena_(workspace) {
+    const Stage& stage = stage_;
+    const Reverse& io = io_;
     const int64_t state = stage.rows * stage.dim;
     const bool predicted = io.reverse_rule == ReverseRule::predicted;
     walk_.reverse_rule = io.reverse_rule;
@@ -125,18 +131,18 @@ class Reverser {
     walk_.end_cotangent = io.grad_x ? static_cast<float*>(io.grad_x) : arena_.floats(state);
     walk_.history = arena_.floats(predicted ? io.order * state : 0);
     state_ = arena_.floats(
-        io.reverse_rule == ReverseRule::exact || plan_.steps >= stage.steps ? 0 : state);
+        io.reverse_rule == ReverseRule::exact || launches_.steps >= stage.steps ? 0 : state);
     between_ =
         arena_.floats(io.reverse_rule == ReverseRule::exact ? (stage.anchor_every - 1) * state : 0);
     walk_.sums = layout_sums(stage, io);
-    walk_.sums.slots = stage.tied ? 1 : plan_.steps + (stage.scheme == Scheme::heun);
-    walk_.sums.at = arena_.floats(walk_.sums.slots * plan_.programs * walk_.sums.size);
+    walk_.sums.slots = stage.tied ? 1 : launches_.steps + (stage.scheme == Scheme::heun);
+    walk_.sums.at = arena_.floats(walk_.sums.slots * launches_.programs * walk_.sums.size);
   }
 
   size_t workspace_bytes() const { return arena_.used(); }
 
   void run() {
-    net_ = network(stage_, plan_);
+    net_ = network(stage_, launches_);
     if (io_.reverse_rule == ReverseRule::exact)
       recompute();
     else
@@ -154,12 +160,12 @@ class Reverser {
       walk_.states = walk_.anchors;
       return make(0, net_.steps, start);
     }
+    const Launches forward = *launches(stage_, gpu_, false);
+    const Network net = network(stage_, forward);
     for (int end = net_.steps; end > 0;) {
       const int begin = (end - 1) / k * k;
       const float* const from = begin ? walk_.anchors + (begin / k - 1) * state : start;
       if (const int more = end - begin - 1; more > 0) {
-        const Plan forward = *resode::plan(stage_, Forward{}, gpu_);
-        Network net = network(stage_, forward);
         forward.kernels->walk(gpu_, stage_.block, forward.programs, forward.shared, net,
                               {from, between_ + (more - 1) * state, between_, begin, end - 1, 1});
       }
@@ -173,11 +179,12 @@ class Reverser {
   // The steps end − 1 … begin.
   void make(int begin, int end, const float* start) {
     for (walk_.start = start; end > begin; end = walk_.begin) {
-      walk_.begin = std::max(begin, end - plan_.steps);
+      walk_.begin = std::max(begin, end - launches_.steps);
       walk_.end = end;
       walk_.end_state =
           walk_.reverse_rule == ReverseRule::exact || walk_.begin == 0 ? nullptr : state_;
-      plan_.kernels->reverse(gpu_, stage_.block, plan_.programs, plan_.shared, net_, walk_);
+      launches_.kernels->reverse(gpu_, stage_.block, launches_.programs, launches_.shared, net_,
+                                 walk_);
       collect(walk_.begin, end);
       walk_.cotangent = walk_.end_cotangent;
       if (walk_.end_state) walk_.start = walk_.end_state;
@@ -190,21 +197,21 @@ class Reverser {
     const bool heun = stage_.scheme == Scheme::heun;
     Reduction r{};
     r.sums = walk_.sums;
-    r.programs = plan_.programs;
+    r.programs = launches_.programs;
     r.first = stage_.tied || begin == 0 ? 0 : begin + heun;
     for (int k = 0; k < stage_.count; ++k) {
       if (r.sums.offsets[k] < 0) continue;
       r.gradients[k] = io_.gradients[k];
-      r.strides[k] = stride(stage_, io_.gradients, k, plan_.kernels->weight_bytes);
+      r.strides[k] = stride(stage_, io_.gradients, k, launches_.kernels->weight_bytes);
       r.elements[k] = elements(stage_, k);
     }
-    plan_.kernels->reduce(gpu_, stage_.tied ? 1 : end + heun - r.first, r);
+    launches_.kernels->reduce(gpu_, stage_.tied ? 1 : end + heun - r.first, r);
   }
 
   const Stage& stage_;
   const Reverse& io_;
   const Gpu& gpu_;
-  const Plan plan_;
+  const Launches& launches_;
   Arena arena_;
   ReverseWalk walk_{};
   Network net_;
@@ -213,34 +220,36 @@ class Reverser {
 
 }  // namespace
 
-std::optional<Plan> plan(const Stage& stage, const Forward&, const Gpu& gpu) {
-  return plan(stage, gpu, false);
+std::optional<Plan<Forward>> plan(const Stage& stage, const Forward& io, const Gpu& gpu) {
+  const auto found = launches(stage, gpu, false);
+  if (!found) return {};
+  return Plan<Forward>{stage, io, gpu, *found};
 }
 
-std::optional<Plan> plan(const Stage& stage, const Reverse& io, const Gpu& gpu) {
-  auto result = plan(stage, gpu, true);
+std::optional<Plan<Reverse>> plan(const Stage& stage, const Reverse& io, const Gpu& gpu) {
+  auto found = launches(stage, gpu, true);
+  if (!found) return {};
   const int64_t size = layout_sums(stage, io).size * 4;
-  if (result && !stage.tied && size > 0) {
-    const int64_t fit = int64_t(gpu.cache / 2) / (size * result->programs);
-    result->steps = int(std::clamp<int64_t>(fit, 1, stage.steps));
+  if (!stage.tied && size > 0) {
+    const int64_t fit = int64_t(gpu.cache / 2) / (size * found->programs);
+    found->steps = int(std::clamp<int64_t>(fit, 1, stage.steps));
   }
-  return result;
+  Plan<Reverse> plan{stage, io, gpu, *found};
+  plan.workspace_bytes = Reverser(plan, nullptr).workspace_bytes();
+  return plan;
 }
 
-size_t run(const Stage& stage, const Forward& io, const Gpu& gpu, void* workspace) {
-  if (!workspace) return 0;
-  const Plan p = *plan(stage, io, gpu);
-  p.kernels->walk(
-      gpu, stage.block, p.programs, p.shared, network(stage, p),
+template <>
+void Plan<Forward>::run(void*) const {
+  launches.kernels->walk(
+      gpu, stage.block, launches.programs, launches.shared, network(stage, launches),
       {static_cast<const float*>(io.x), static_cast<float*>(io.y), static_cast<float*>(io.anchors),
        0, int(stage.steps), int(stage.anchor_every ? stage.anchor_every : stage.steps)});
-  return 0;
 }
 
-size_t run(const Stage& stage, const Reverse& io, const Gpu& gpu, void* workspace) {
-  Reverser reverser(stage, io, gpu, workspace);
-  if (workspace) reverser.run();
-  return reverser.workspace_bytes();
+template <>
+void Plan<Reverse>::run(void* workspace) const {
+  Reverser(*this, workspace).run();
 }
 
 }  // namespace resode

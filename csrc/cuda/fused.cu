@@ -13,7 +13,7 @@ struct Precisions {
 };
 using P = Precisions::RESODE_PRECISION;
 
-// x[n+1] = x[n] + h φ_n(x[n]) for n = begin … end − 1. A thread block walks its tile of rows
+// x[n+1] = x[n] + h φ_n(x[n]) for n = begin … end − 1. A CTA walks its tile of rows
 // through all steps.
 template <class Blocks>
 __global__ void __launch_bounds__(kThreads, 1)
@@ -32,7 +32,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   place.store(walk.y, x);
 }
 
-// The steps end − 1 … begin of the reverse pass. A thread block walks one tile of rows after the
+// The steps end − 1 … begin of the reverse pass. A CTA walks one tile of rows after the
 // other through all of them; its sums of gradients run through all its tiles.
 template <class Blocks>
 __global__ void __launch_bounds__(kThreads, 1)
@@ -50,7 +50,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   }
 }
 
-// ∂θ_n = Σ over the programs' sums, in their order; `groups` thread blocks for each block n.
+// ∂θ_n = Σ over the programs' sums, in their order; `groups` CTAs for each block n.
 __global__ void __launch_bounds__(kThreads)
     reduce_kernel(const __grid_constant__ Reduction r, unsigned groups) {
   using Weight = P::Weight;

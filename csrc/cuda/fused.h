@@ -9,22 +9,30 @@
 
 namespace resode {
 
-// How a pass is laid out.
-struct Plan {
+// How a pass is cut into launches.
+struct Launches {
   const FusedKernels* kernels;
   Tiling tiling;
-  size_t shared;  // bytes of shared memory of a thread block
-  int programs;   // thread blocks
+  size_t shared;  // bytes of shared memory of a CTA
+  int programs;   // CTAs
   int steps;      // in a launch of the reverse pass, at most
 };
 
-// Nothing if the stage is too wide: a tile of its rows does not fit into a thread block.
-std::optional<Plan> plan(const Stage& stage, const Forward& io, const Gpu& gpu);
-std::optional<Plan> plan(const Stage& stage, const Reverse& io, const Gpu& gpu);
+// A pass that is ready to run. Refers to the stage and to io, Forward or Reverse.
+template <class Io>
+struct Plan {
+  const Stage& stage;
+  const Io& io;
+  Gpu gpu;
+  Launches launches;
+  size_t workspace_bytes = 0;
 
-// As on the CPU (stage.h): with workspace = null nothing runs, and the bytes of workspace that are
-// needed are returned. It has to begin at a multiple of 256 bytes. The stage must have a plan.
-size_t run(const Stage& stage, const Forward& io, const Gpu& gpu, void* workspace);
-size_t run(const Stage& stage, const Reverse& io, const Gpu& gpu, void* workspace);
+  // The workspace has to begin at a multiple of 256 bytes.
+  void run(void* workspace) const;
+};
+
+// Nothing if the stage is too wide: a tile of its rows does not fit into a CTA.
+std::optional<Plan<Forward>> plan(const Stage& stage, const Forward& io, const Gpu& gpu);
+std::optional<Plan<Reverse>> plan(const Stage& stage, const Reverse& io, const Gpu& gpu);
 
 }  // namespace resode

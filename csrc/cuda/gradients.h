@@ -1,5 +1,5 @@
-// Partial sums of parameter gradients, a thread block's own: added to without atomics, in the order
-// in which the block makes its steps.
+// Partial sums of parameter gradients, each CTA's own: added to without atomics, in the order in
+// which the CTA makes its steps.
 
 #pragma once
 
@@ -8,11 +8,11 @@
 
 namespace resode {
 
-// The sums of one block of the stage.
+// The sums of one residual block of the stage.
 struct Gradients {
   float* at;  // this program's
   const Sums& sums;
-  bool fresh;  // there is nothing yet to add to
+  bool fresh;  // nothing summed yet
 
   __device__ Gradients(const Sums& sums, int block, bool fresh)
       : at(sums.at + (int64_t(block % sums.slots) * gridDim.x + blockIdx.x) * sums.size),
@@ -21,8 +21,8 @@ struct Gradients {
 
   __device__ __forceinline__ bool wanted(int k) const { return sums.offsets[k] >= 0; }
 
-  // Of parameter k, a [rows, columns] matrix: adds factor · aᵀ b of the columns of a and b, over
-  // `depth` rows, to the sums from the given row and column on; beyond the matrix nothing is added.
+  // For parameter k, a [rows, columns] matrix: adds factor · aᵀ b, of 16 columns of a and of b over
+  // `depth` rows, to the 16 × 16 sums from (row, column) on. Nothing is added beyond the matrix.
   template <class P>
   __device__ __forceinline__ void add_outer(int k, float factor, Tile<float> a, int a_column,
                                             Tile<float> b, int b_column, int depth, int row,
@@ -46,8 +46,8 @@ struct Gradients {
     });
   }
 
-  // Of parameter k, a vector: adds factor · the sums of the columns of a tile to its elements
-  // first … first + count − 1.
+  // For parameter k, a vector: adds factor · the column sums of a tile to its elements first …
+  // first + count − 1.
   __device__ __forceinline__ void add_columns(int k, float factor, Tile<float> tile, int rows,
                                               int first, int count) const {
     for (int c = threadIdx.x; c < count; c += kThreads) {

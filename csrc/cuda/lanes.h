@@ -1,4 +1,4 @@
-// The way from memory to float32 registers and back, from any dtype.
+// Loads from memory of any dtype to float32 registers, and stores.
 //
 // A thread moves V neighbours at once, up to 16 bytes in one access. The dtype is a number that all
 // threads of a launch share, so that there is one kernel for every mixture of dtypes.
@@ -16,7 +16,8 @@ namespace resode {
 inline int bytes_of(DType type) { return type == DType::float32 ? 4 : 2; }
 
 // How many neighbours a thread may move at once where lines of `length` adjoining numbers are to be
-// divided evenly: 8 of 16 bits, 4 if some are float32, 1 if the length or an address is odd.
+// divided evenly: 8 of 16 bits, 4 if some are float32, 1 if the length or an address is no multiple
+// of that.
 inline int lanes_of(int64_t length, std::initializer_list<Array> arrays) {
   for (int lanes : {8, 4}) {
     bool fits = length % lanes == 0;

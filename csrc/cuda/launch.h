@@ -1,5 +1,8 @@
-// Where kernels run, and their launches: never a synchronization, never an allocation, so that a
-// stream that is captured into a graph takes them, too.
+// Where kernels run, and their launches. A launch never synchronizes and never allocates, so a
+// stream that is being captured into a graph can take it.
+//
+// A CTA (cooperative thread array) is what CUDA calls a thread block: here, a block is a residual
+// block. A warp is 32 threads of a CTA.
 
 #pragma once
 
@@ -16,7 +19,7 @@ namespace resode {
 struct Gpu {
   int index;
   int processors;        // streaming multiprocessors
-  size_t shared_memory;  // bytes that a thread block may have
+  size_t shared_memory;  // bytes that a CTA may have
   size_t cache;          // bytes of the last cache before DRAM
   bool tf32;             // products of float32 numbers may be made in TF32
   cudaStream_t stream;
@@ -27,7 +30,7 @@ inline void check(cudaError_t error, const char* doing) {
     throw std::runtime_error(std::string("CUDA: ") + doing + ": " + cudaGetErrorString(error));
 }
 
-// The device that launches go to, for as long as this lives.
+// Makes a device the current one, to which launches go, for as long as this object lives.
 class OnDevice {
  public:
   explicit OnDevice(int index) {
@@ -47,7 +50,7 @@ class OnDevice {
 };
 
 template <class... Parameters, class... Arguments>
-void launch(const Gpu& gpu, void (*kernel)(Parameters...), dim3 blocks, int threads, size_t shared,
+void launch(const Gpu& gpu, void (*kernel)(Parameters...), dim3 ctas, int threads, size_t shared,
             Arguments... arguments) {
   std::tuple<Parameters...> values(arguments...);  // of the types that the kernel takes
   const OnDevice there(gpu.index);
@@ -57,7 +60,7 @@ void launch(const Gpu& gpu, void (*kernel)(Parameters...), dim3 blocks, int thre
   std::apply(
       [&](auto&... value) {
         void* table[] = {&value...};
-        check(cudaLaunchKernel(kernel, blocks, dim3(threads), table, shared, gpu.stream),
+        check(cudaLaunchKernel(kernel, ctas, dim3(threads), table, shared, gpu.stream),
               "launching a kernel");
       },
       values);

@@ -19,25 +19,24 @@ using PyTerm = std::tuple<double, PyArray, PyArray, std::string>;
 // mean, variance, gamma, beta, epsilon
 using PyNormalization = std::tuple<PyArray, PyArray, PyArray, PyArray, double>;
 
-Array made(const PyArray& array) {
-  const char* not_taken = "";
+Array to_native(const PyArray& array) {
   return {reinterpret_cast<void*>(array.first),
-          parse<DType>(array.second, {"float32", not_taken, "float16", "bfloat16"})};
+          parse(array.second, {DType::float32, DType::float16, DType::bfloat16})};
 }
 
-Rows made(const PyRows& rows) {
+Rows to_native(const PyRows& rows) {
   const auto& [groups, positions, channels, channels_adjoin] = rows;
   return {groups, positions, channels, channels_adjoin};
 }
 
-Term made(const PyTerm& term) {
+Term to_native(const PyTerm& term) {
   const auto& [a, y, x, activation] = term;
-  return {float(a), made(y), made(x), parse_activation(activation)};
+  return {float(a), to_native(y), to_native(x), parse<Activation>(activation)};
 }
 
-Normalization made(const PyNormalization& by) {
-  const auto& [mean, variance, gamma, beta, epsilon] = by;
-  return {made(mean), made(variance), made(gamma), made(beta), float(epsilon)};
+Normalization to_native(const PyNormalization& normalization) {
+  const auto& [mean, variance, gamma, beta, epsilon] = normalization;
+  return {to_native(mean), to_native(variance), to_native(gamma), to_native(beta), float(epsilon)};
 }
 
 float* floats(uintptr_t address) { return reinterpret_cast<float*>(address); }
@@ -50,36 +49,38 @@ void bind_layerwise(py::module_& m) {
   m.def("combine",
         [](const Gpu& gpu, const PyArray& out, int64_t elements, const std::vector<PyTerm>& terms) {
           std::vector<Term> summands;
-          for (const PyTerm& term : terms) summands.push_back(made(term));
-          combine(gpu, made(out), elements, summands);
+          for (const PyTerm& term : terms) summands.push_back(to_native(term));
+          combine(gpu, to_native(out), elements, summands);
         });
 
   m.def("apply_activation",
         [](const Gpu& gpu, const PyRows& rows, const PyArray& out, const PyArray& z,
            const PyArray& bias, const PyArray& d, const std::string& activation) {
-          apply_activation(gpu, made(rows), made(out), made(z), made(bias), made(d),
-                           parse_activation(activation));
+          apply_activation(gpu, to_native(rows), to_native(out), to_native(z), to_native(bias),
+                           to_native(d), parse<Activation>(activation));
         });
 
   m.def("statistics", [](const Gpu& gpu, const PyRows& rows, const PyArray& z, uintptr_t mean,
                          uintptr_t variance, int programs, uintptr_t workspace) {
-    return statistics(gpu, made(rows), made(z), floats(mean), floats(variance), programs,
+    return statistics(gpu, to_native(rows), to_native(z), floats(mean), floats(variance), programs,
                       floats(workspace));
   });
 
   m.def("normalize", [](const Gpu& gpu, const PyRows& rows, const PyArray& out, const PyArray& z,
-                        const PyNormalization& by, const std::string& activation) {
-    normalize(gpu, made(rows), made(out), made(z), made(by), parse_activation(activation));
+                        const PyNormalization& normalization, const std::string& activation) {
+    normalize(gpu, to_native(rows), to_native(out), to_native(z), to_native(normalization),
+              parse<Activation>(activation));
   });
 
-  m.def("normalization_vjp",
-        [](const Gpu& gpu, const PyRows& rows, const PyArray& dz, uintptr_t d_gamma,
-           uintptr_t d_beta, const PyArray& d, const PyArray& z, const PyNormalization& by,
-           bool of_batch, const std::string& activation, int programs, uintptr_t workspace) {
-          return normalization_vjp(gpu, made(rows), made(dz), floats(d_gamma), floats(d_beta),
-                                   made(d), made(z), made(by), of_batch,
-                                   parse_activation(activation), programs, floats(workspace));
-        });
+  m.def("normalization_vjp", [](const Gpu& gpu, const PyRows& rows, const PyArray& dz,
+                                uintptr_t d_gamma, uintptr_t d_beta, const PyArray& d,
+                                const PyArray& z, const PyNormalization& normalization,
+                                bool of_batch, const std::string& activation, int programs,
+                                uintptr_t workspace) {
+    return normalization_vjp(gpu, to_native(rows), to_native(dz), floats(d_gamma), floats(d_beta),
+                             to_native(d), to_native(z), to_native(normalization), of_batch,
+                             parse<Activation>(activation), programs, floats(workspace));
+  });
 }
 
 }  // namespace resode

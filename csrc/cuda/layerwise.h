@@ -1,6 +1,6 @@
 // What the layer-wise path launches between matrix products and convolutions. Each function is
-// right below its kernel. Those that need a workspace return its bytes, and run nothing, where it
-// is null.
+// defined right below its kernel. A function with a workspace returns the bytes it needs, and runs
+// nothing, if the workspace is null.
 
 #pragma once
 
@@ -54,18 +54,18 @@ struct Normalization {
   float epsilon;
 };
 
-// Mean and biased variance of every channel. `programs`: about how many blocks share the work; the
+// Mean and biased variance of every channel. `programs`: about how many CTAs share the work; the
 // order of summation depends on it.
 size_t statistics(const Gpu& gpu, const Rows& rows, Array z, float* mean, float* variance,
                   int programs, void* workspace);
 
 // σ(u), u = bn(z)
-void normalize(const Gpu& gpu, const Rows& rows, Array out, Array z, const Normalization& by,
-               Activation activation);
+void normalize(const Gpu& gpu, const Rows& rows, Array out, Array z,
+               const Normalization& normalization, Activation activation);
 
 // The gradients of z, γ and β from d = ∂L/∂σ(u). of_batch: mean and variance are z's own.
 size_t normalization_vjp(const Gpu& gpu, const Rows& rows, Array dz, float* d_gamma, float* d_beta,
-                         Array d, Array z, const Normalization& by, bool of_batch,
+                         Array d, Array z, const Normalization& normalization, bool of_batch,
                          Activation activation, int programs, void* workspace);
 
 }  // namespace resode

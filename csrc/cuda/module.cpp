@@ -1,5 +1,5 @@
-// The Python module `_CUDA`: checks nothing, allocates nothing, knows no torch. It links the CUDA
-// runtime statically and can be imported where there is no GPU.
+// The Python module `_CUDA`. It checks no arguments, allocates no tensors and does not know torch.
+// It links the CUDA runtime statically and can be imported where there is no GPU.
 
 #include "../bindings.h"
 #include "fused.h"
@@ -10,24 +10,16 @@ void bind_layerwise(py::module_& m);
 
 namespace {
 
-template <class Io>
-void bind_passes(py::module_& m) {
-  m.def("plan", [](const PyStage& s, const Io& io, const Gpu& gpu) -> py::object {
-    const auto p = plan(s, io, gpu);
-    if (!p) return py::none();
-    return py::dict(py::arg("rows") = p->tiling.rows, py::arg("width") = p->tiling.width,
-                    py::arg("chunk") = p->tiling.chunk, py::arg("shared") = p->shared,
-                    py::arg("threads") = kThreads, py::arg("programs") = p->programs,
-                    py::arg("steps") = p->steps);
+template <class Io, class PyIo>
+void bind_pass(py::module_& m, const char* name) {
+  using Made = PyPlan<Plan<Io>, PyIo>;
+  bind_plan<Io, PyIo>(m, name, &plan).def_property_readonly("layout", [](const Made& made) {
+    const Launches& l = made.plan.launches;
+    return py::dict(py::arg("rows") = l.tiling.rows, py::arg("width") = l.tiling.width,
+                    py::arg("chunk") = l.tiling.chunk, py::arg("shared") = l.shared,
+                    py::arg("threads") = kThreads, py::arg("programs") = l.programs,
+                    py::arg("steps") = l.steps);
   });
-  m.def("workspace_bytes",
-        [](const PyStage& s, const Io& io, const Gpu& gpu) { return run(s, io, gpu, nullptr); });
-  m.def(
-      "run",
-      [](const PyStage& s, const Io& io, const Gpu& gpu, uintptr_t workspace) {
-        run(s, io, gpu, reinterpret_cast<void*>(workspace));
-      },
-      py::call_guard<py::gil_scoped_release>());
 }
 
 }  // namespace
@@ -43,8 +35,8 @@ PYBIND11_MODULE(_CUDA, m) {
            }),
            py::kw_only(), py::arg("index"), py::arg("processors"), py::arg("shared_memory"),
            py::arg("cache"), py::arg("tf32"), py::arg("stream"));
-  bind_passes<Forward>(m);
-  bind_passes<PyReverse>(m);
+  bind_pass<Forward, Forward>(m, "ForwardPlan");
+  bind_pass<Reverse, PyReverse>(m, "ReversePlan");
   bind_layerwise(m);
   m.def("architectures", [] { return std::string(RESODE_CUDA_ARCHS); });
 }

@@ -1,4 +1,4 @@
-// What the depth-fused kernels are told, by the launches in fused.cpp.
+// The arguments of the depth-fused kernels, which fused.cpp launches.
 
 #pragma once
 
@@ -7,7 +7,7 @@
 
 namespace resode {
 
-constexpr int kWarps = 8;  // of a thread block
+constexpr int kWarps = 8;  // of a CTA
 constexpr int kThreads = 32 * kWarps;
 constexpr int kStateColumns = 32;    // a warp holds 16 rows and so many columns of every state
 constexpr int kBlockParameters = 4;  // at most: w1, b1, w2, b2
@@ -16,15 +16,15 @@ __host__ __device__ constexpr int round_up(int64_t n, int multiple) {
   return int((n + multiple - 1) / multiple * multiple);
 }
 
-// How a thread block sees the stage: `rows` rows of states of `width` columns, in registers, and
+// How a CTA sees the stage: `rows` rows of states of `width` columns, in registers, and
 // weights `chunk` at a time: hidden units of an MLP, rows of a linear block's weight. All are
 // multiples of 16, the width of 32; what is beyond the actual sizes is zero.
 struct Tiling {
   int rows, width, chunk;
 };
 
-// Shared memory: where what begins, in bytes. Rows are 16 bytes longer than needed, so that a
-// column is spread over the banks.
+// The layout of shared memory: where each tile begins, in bytes. Rows are 16 bytes longer than
+// needed, so that a column is spread over the banks.
 struct Layout {
   static __host__ __device__ constexpr int pitch(int columns, int element_bytes) {
     return columns + 16 / element_bytes;  // in elements
@@ -51,7 +51,7 @@ struct Layout {
   int point, cotangent;  // [rows, width]: p and the cotangent there, as operands
   int resting;           // [rows, width]: the state x̃, while the threads work at p
   int value, slope;      // mlp: [rows, chunk], u and dz; linear: value is [rows, width], f(p)
-  int weights;           // two buffers of so many bytes, each with
+  int weights;           // two buffers of `buffer` bytes, each with
   int buffer;
   int w1, w2, b1;  // [chunk, width], and of an MLP [width, chunk] and [chunk]
   int bytes;       // in all
@@ -80,7 +80,7 @@ struct Walk {
   int begin, end, anchor_every;
 };
 
-// Partial sums of parameter gradients. Every thread block adds to its own [slots, programs, size];
+// Partial sums of parameter gradients. Every CTA adds to its own [slots, programs, size];
 // block n of the stage has the slot n modulo `slots`.
 struct Sums {
   float* at;
@@ -101,7 +101,7 @@ struct ReverseWalk {
   float* end_cotangent;    // of x[begin]
   float* history;  // [order, rows, dim]: the newest evaluations, φ_n in place n modulo `order`
   int begin, end, states_begin, anchor_every;
-  int* nonfinite;  // raised to the n of every point that is not finite; null: nobody looks
+  int* nonfinite;  // raised to the n of every point that is not finite; null: not wanted
   Sums sums;
 };
 

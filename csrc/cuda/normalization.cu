@@ -12,8 +12,8 @@
 //
 // u, a and g are computed again from z wherever they are needed: only z is kept between the passes.
 
+#include "activate.h"
 #include "layerwise.h"
-#include "math.h"
 #include "reduce.h"
 
 namespace resode {
@@ -93,19 +93,19 @@ size_t statistics(const Gpu& gpu, const Rows& rows, Array z, float* mean, float*
 
 namespace {
 
-// What the thread's channels are normalized by. r is rounded correctly: all values of a channel
+// The normalization of the thread's channels. r is rounded correctly: all values of a channel
 // share its error.
 template <int V>
 struct Normalizer {
   float mean[V], r[V], gamma[V], beta[V];
 
-  __device__ __forceinline__ Normalizer(const Normalization& by, const Part<V>& part) {
-    gather(by.mean, part.channel, part.channel_stride, 0, mean);
-    gather(by.variance, part.channel, part.channel_stride, 1, r);
-    gather(by.gamma, part.channel, part.channel_stride, 1, gamma);
-    gather(by.beta, part.channel, part.channel_stride, 0, beta);
+  __device__ __forceinline__ Normalizer(const Normalization& normalization, const Part<V>& part) {
+    gather(normalization.mean, part.channel, part.channel_stride, 0, mean);
+    gather(normalization.variance, part.channel, part.channel_stride, 1, r);
+    gather(normalization.gamma, part.channel, part.channel_stride, 1, gamma);
+    gather(normalization.beta, part.channel, part.channel_stride, 0, beta);
 #pragma unroll
-    for (int k = 0; k < V; ++k) r[k] = 1 / sqrtf(r[k] + by.epsilon);
+    for (int k = 0; k < V; ++k) r[k] = 1 / sqrtf(r[k] + normalization.epsilon);
   }
 
   // ẑ and u of the values from i on
@@ -122,11 +122,11 @@ struct Normalizer {
 
 template <int V>
 __global__ void __launch_bounds__(kThreads)
-    normalize_kernel(Array out, Array z, const Normalization by, Activation activation,
+    normalize_kernel(Array out, Array z, const Normalization normalization, Activation activation,
                      const Tiles tiles) {
   const Part<V> part(tiles);
   if (!part.inside()) return;
-  const Normalizer<V> normalizer(by, part);
+  const Normalizer<V> normalizer(normalization, part);
   part.for_each([&](int64_t i) {
     float normal[V], u[V], value[V], slope[V];
     normalizer.apply(z, i, normal, u);
@@ -137,12 +137,12 @@ __global__ void __launch_bounds__(kThreads)
 
 }  // namespace
 
-void normalize(const Gpu& gpu, const Rows& rows, Array out, Array z, const Normalization& by,
-               Activation activation) {
+void normalize(const Gpu& gpu, const Rows& rows, Array out, Array z,
+               const Normalization& normalization, Activation activation) {
   const Tiles tiles(rows, lanes_of(rows.adjoining(), {out, z}));
   with_lanes(tiles.lanes, [&](auto lanes) {
-    launch(gpu, normalize_kernel<lanes.value>, tiles.grid(gpu), kThreads, 0, out, z, by, activation,
-           tiles);
+    launch(gpu, normalize_kernel<lanes.value>, tiles.grid(gpu), kThreads, 0, out, z, normalization,
+           activation, tiles);
   });
 }
 
@@ -175,12 +175,12 @@ __device__ __forceinline__ void linearize(const Normalizer<V>& normalizer, const
 
 template <int V>
 __global__ void __launch_bounds__(kThreads)
-    partial_sums_kernel(Sums* partials, Array d, Array z, const Normalization by,
+    partial_sums_kernel(Sums* partials, Array d, Array z, const Normalization normalization,
                         Activation activation, const Tiles tiles) {
   const Part<V> part(tiles);
   Sums sums[V];
   if (part.inside()) {
-    const Normalizer<V> normalizer(by, part);
+    const Normalizer<V> normalizer(normalization, part);
     part.for_each([&](int64_t i) {
       float normal[V], g[V];
       linearize(normalizer, d, z, activation, i, normal, g);
@@ -203,11 +203,11 @@ __global__ void __launch_bounds__(kThreads)
 // dz = γ r (g − (dβ + ẑ dγ)/m); an absent dβ and dγ count as 0
 template <int V>
 __global__ void __launch_bounds__(kThreads)
-    vjp_kernel(Array dz, Array d_gamma, Array d_beta, Array d, Array z, const Normalization by,
-               Activation activation, const Tiles tiles) {
+    vjp_kernel(Array dz, Array d_gamma, Array d_beta, Array d, Array z,
+               const Normalization normalization, Activation activation, const Tiles tiles) {
   const Part<V> part(tiles);
   if (!part.inside()) return;
-  const Normalizer<V> normalizer(by, part);
+  const Normalizer<V> normalizer(normalization, part);
   const float m = float(tiles.rows.groups * tiles.rows.positions);
   float mean_g[V], mean_product[V];
   gather(d_beta, part.channel, part.channel_stride, 0, mean_g);
@@ -229,7 +229,7 @@ __global__ void __launch_bounds__(kThreads)
 }  // namespace
 
 size_t normalization_vjp(const Gpu& gpu, const Rows& rows, Array dz, float* d_gamma, float* d_beta,
-                         Array d, Array z, const Normalization& by, bool of_batch,
+                         Array d, Array z, const Normalization& normalization, bool of_batch,
                          Activation activation, int programs, void* workspace) {
   const Tiles tiles(rows, lanes_of(rows.adjoining(), {dz, d, z}));
   const dim3 grid = tiles.grid(programs);
@@ -237,14 +237,15 @@ size_t normalization_vjp(const Gpu& gpu, const Rows& rows, Array dz, float* d_ga
   auto* partials = static_cast<Sums*>(workspace);
   with_lanes(tiles.lanes, [&](auto lanes) {
     launch(gpu, partial_sums_kernel<lanes.value>, grid, kThreads,
-           sizeof(Sums) * kThreads * lanes.value, partials, d, z, by, activation, tiles);
+           sizeof(Sums) * kThreads * lanes.value, partials, d, z, normalization, activation, tiles);
   });
   launch(gpu, join_sums_kernel, join_grid(rows), kThreads, sizeof(Sums) * kThreads, d_gamma, d_beta,
          partials, int(grid.x), rows.channels);
   with_lanes(tiles.lanes, [&](auto lanes) {
     launch(gpu, vjp_kernel<lanes.value>, tiles.grid(gpu), kThreads, 0, dz,
            Array{of_batch ? d_gamma : nullptr, DType::float32},
-           Array{of_batch ? d_beta : nullptr, DType::float32}, d, z, by, activation, tiles);
+           Array{of_batch ? d_beta : nullptr, DType::float32}, d, z, normalization, activation,
+           tiles);
   });
   return 0;
 }

@@ -11,10 +11,10 @@
 //                                       or     load_b_across  [k, column]   weights
 //   load_outer_a  [k, row]   numbers    with   load_outer_b   [k, column]   numbers
 //
-// All layouts are the tensor cores' (ptx.h), float32's too, so that what surrounds a product does
-// not depend on its precision: of a tile's numbers, a lane holds rows g and g + 8 of columns 2t,
-// 2t + 1, 2t + 8 and 2t + 9. Rows of shared memory are 16 bytes longer than needed, which spreads
-// them over the banks; only tf32's load_b_across meets a bank twice.
+// All layouts, also that of float32, are those of the tensor cores (ptx.h), so that the code around
+// a product does not depend on its precision: of a tile's numbers, a lane holds rows g and g + 8 of
+// columns 2t, 2t + 1, 2t + 8 and 2t + 9. Rows of shared memory are 16 bytes longer than needed,
+// which spreads them over the banks; only tf32's load_b_across meets a bank twice.
 
 #pragma once
 
@@ -52,8 +52,8 @@ struct Tile {
   }
 };
 
-// Two numbers that adjoin, the second of which may be beyond the end of its row; at once, if pairs
-// are aligned.
+// Two adjoining numbers, in one access if pairs are aligned. The second may be beyond the end of
+// its row.
 __device__ __forceinline__ float2 load_pair(const float* at, bool aligned, bool second) {
   if (aligned) return *reinterpret_cast<const float2*>(at);
   return make_float2(at[0], second ? at[1] : 0);

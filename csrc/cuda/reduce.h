@@ -1,4 +1,4 @@
-// Sums over a channel in two stages without atomics, so that a run repeats bit by bit: every block
+// Sums over a channel in two stages without atomics, so that a run repeats bit by bit: every CTA
 // of the first writes partial results of its tiles, and the second joins those, both in an order
 // that depends on nothing but the shape. What is summed is a T with an `add`; T{} is zero.
 
@@ -9,7 +9,7 @@
 namespace resode {
 
 // Adds what `threads` threads have (a power of two of them), pairwise, to `value` of the first.
-// `number`: the thread's own among them; they are `apart` threads from one another.
+// `number`: this thread's place among them; `apart`: threads from one of them to the next.
 template <class T, int V>
 __device__ __forceinline__ void join_threads(T (&value)[V], int number, int threads, int apart) {
   extern __shared__ __align__(16) unsigned char resode_shared[];
@@ -44,14 +44,14 @@ __device__ __forceinline__ void write_partials(T* partials, T (&value)[V], const
     if (k == 0 || part.channel_stride) row[k] = value[k];
 }
 
-// In the second stage a block has 8 channels, neighbours in memory, and 32 threads for each.
+// In the second stage a CTA has 8 channels, neighbours in memory, and 32 threads for each.
 constexpr int kJoinedChannels = 8;
 
 template <class T>
 struct Joined {
   T total[1];
   int64_t channel;
-  bool here;  // whether this is the thread that has the total
+  bool here;  // whether this thread has the total
 
   __device__ __forceinline__ Joined(const T* partials, int programs, int64_t channels) {
     const int slice = threadIdx.x / kJoinedChannels, slices = kThreads / kJoinedChannels;

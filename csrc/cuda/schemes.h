@@ -1,9 +1,9 @@
 // The schemes of a depth-fused stage, x[n+1] = x[n] + h φ_n(x[n]), and the rules of its reverse
 // pass, for a tile of rows; in the words of resode_kernels/reference.py.
 //
-// Scheme and rule are the same for all threads of a launch, and known only then. Loops that are not
-// unrolled hold the code of a block's evaluation to one copy for the forward pass and two for the
-// reverse pass.
+// Scheme and rule are the same for all threads of a launch, and known only at run time. Loops that
+// are not unrolled hold the code of a block's evaluation to one copy for the forward pass and two
+// for the reverse pass.
 
 #pragma once
 
@@ -23,7 +23,7 @@ class Steps {
     return mean(place, x, n, n + 1, net_.h, next, false, x);
   }
 
-  // Begins a reverse pass with the state x̃, which rests in shared memory, to leave registers free.
+  // Begins a reverse pass with the state x̃, which is kept in shared memory to leave registers free.
   __device__ __forceinline__ void begin(const Place& place, const State& x) {
     set_state(place, x);
     known_ = false;
@@ -154,7 +154,7 @@ class Steps {
   const int heun_;
   Blocks blocks_;
   State first_;         // f_n(p) of the step that was made last
-  bool known_ = false;  // it is what the next reverse-time step evaluates first
+  bool known_ = false;  // whether it is the first evaluation of the next reverse-time step
 };
 
 }  // namespace resode

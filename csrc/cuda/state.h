@@ -1,5 +1,4 @@
-// States and cotangents: [rows, width] float32 numbers, spread over the registers of a thread
-// block.
+// States and cotangents: [rows, width] float32 numbers, spread over the registers of a CTA.
 
 #pragma once
 
@@ -35,7 +34,7 @@ __device__ __forceinline__ State fma(float a, const State& y, State x) {
   return x;
 }
 
-// Which rows of the stage a thread block has, and which numbers of them this thread.
+// Which rows of the stage a CTA has, and which numbers of them this thread has.
 struct Place {
   int64_t first;  // row of the stage
   int left;       // rows from there on, at most a tile's

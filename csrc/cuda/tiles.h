@@ -1,9 +1,9 @@
-// Who of a launch has which part of a tensor.
+// Which thread of a launch has which part of a tensor.
 //
 // A tile is a rectangle of positions × channels of one group. Each of its threads has V neighbours:
-// V channels of a position where channels adjoin, else V positions of a channel; threads that
-// follow one another have parts that do. Block (x, y) of a launch goes through the tiles x,
-// x + gridDim.x, … of column y, so that a thread keeps its channels.
+// V channels of a position where channels adjoin, else V positions of a channel. Consecutive
+// threads have consecutive parts. CTA (x, y) of a launch goes through the tiles x, x + gridDim.x, …
+// of column y, so that a thread keeps its channels.
 
 #pragma once
 
@@ -15,9 +15,10 @@
 namespace resode {
 
 constexpr int kThreads = 256;
-constexpr int kAbreast = 32;  // threads of a tile along what adjoins, if it is so long
-// Fill a GPU a few times, but let a thread have several tiles for the numbers of its channels.
-constexpr int kBlocksPerProcessor = 16;
+constexpr int kAbreast = 32;  // threads of a tile along the adjoining dimension, if it is that long
+// Fills a GPU a few times; with more CTAs a thread would read the numbers of its channels (bias,
+// mean, …) for fewer tiles.
+constexpr int kCtasPerProcessor = 16;
 
 struct Tiles {
   Rows rows;
@@ -39,11 +40,11 @@ struct Tiles {
     columns = unsigned((channels + channel_threads - 1) / channel_threads);
   }
 
-  // At least one block for each column, and not many more than `blocks` in all.
-  dim3 grid(unsigned blocks) const {
-    return dim3(std::clamp((blocks + columns - 1) / columns, 1u, std::max(count, 1u)), columns);
+  // At least one CTA for each column, and not many more than `ctas` in all.
+  dim3 grid(unsigned ctas) const {
+    return dim3(std::clamp((ctas + columns - 1) / columns, 1u, std::max(count, 1u)), columns);
   }
-  dim3 grid(const Gpu& gpu) const { return grid(kBlocksPerProcessor * gpu.processors); }
+  dim3 grid(const Gpu& gpu) const { return grid(kCtasPerProcessor * gpu.processors); }
 };
 
 // What a thread has of every tile.
@@ -73,7 +74,7 @@ struct Part {
                                 : (group * rows.channels + channel) * rows.positions + position;
   }
 
-  // Calls f(offset) for the thread's part of every tile of its block.
+  // Calls f(offset) for the thread's part of every tile of its CTA.
   template <class F>
   __device__ __forceinline__ void for_each(F f) const {
     if (!inside()) return;

@@ -10,8 +10,8 @@
 namespace resode {
 
 // Copies a matrix into a tile of shared memory, with zeros beyond its rows and columns. Aligned
-// rows go 16 bytes at a time without passing through registers; the copies are done when the thread
-// has waited for them and a barrier has let all others do so.
+// rows go 16 bytes at a time without passing through registers; the copies are complete when every
+// thread has waited for its own and then passed a barrier.
 template <class T>
 __device__ __forceinline__ void copy_async(Tile<T> to, int tile_rows, int tile_columns,
                                            const T* from, int64_t pitch, int rows, int columns) {
@@ -37,17 +37,17 @@ __device__ __forceinline__ void copy_async(Tile<T> to, int tile_rows, int tile_c
   }
 }
 
-// The chunks of the blocks' weights, so many of each block, in two buffers: while the threads work
-// with one of them, the other one is being filled with what comes next. `source.load(block, i,
-// buffer)` copies a block's i-th chunk. One that is still there is not loaded again.
+// The chunks of the blocks' weights, `chunks` of each block, in two buffers: while the threads work
+// with one chunk, the next is loaded into the other buffer. `source.load(block, i, buffer)` copies
+// a block's i-th chunk. A chunk that is still in a buffer is not loaded again.
 class DoubleBuffer {
  public:
   __device__ explicit DoubleBuffer(int chunks) : chunks_(chunks) {}
 
   __device__ __forceinline__ int chunks() const { return chunks_; }
 
-  // Returns the buffer that holds the block's i-th chunk, and begins to load the one after it: the
-  // block's own or the first one of the block `next` (−1: none). When this returns, all threads
+  // Returns the buffer that holds the block's i-th chunk, and begins to load the chunk after it:
+  // the block's own or the first one of the block `next` (−1: none). When this returns, all threads
   // have finished what they did before.
   template <class Source>
   __device__ __forceinline__ int acquire(int block, int i, int next, const Source& source) {
@@ -57,11 +57,11 @@ class DoubleBuffer {
       const int64_t before = held_;
       buffer_ ^= 1, held_ = other_, other_ = before;
     }
-#pragma unroll 1  // the code of the copies once, not twice
+#pragma unroll 1  // the code of the copies is there once, not twice
     for (int ahead = 0; ahead < 2; ++ahead) {
       const int64_t wanted = ahead ? after : chunk;
       if (wanted >= 0 && wanted != held_ && wanted != other_) {
-        __pipeline_wait_prior(0);  // what was loaded in vain may still be on its way there
+        __pipeline_wait_prior(0);  // an unused load may still be in flight to this buffer
         source.load(int(wanted / chunks_), int(wanted % chunks_), buffer_ ^ ahead);
         __pipeline_commit();
         (ahead ? other_ : held_) = wanted;

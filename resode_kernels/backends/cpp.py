@@ -57,7 +57,7 @@ def _channels_last(problem: Problem, state: Tensor) -> Tensor:
 
 
 def _use_large_pages(memory: Tensor | None) -> None:
-    """For memory that the kernels are about to fill: see csrc/cpu/pages.h."""
+    """For memory that the kernels are about to fill: see csrc/cpu/core/pages.h."""
     if memory is not None:
         _C.use_large_pages(memory.data_ptr(), memory.nbytes)
 
@@ -65,6 +65,7 @@ def _use_large_pages(memory: Tensor | None) -> None:
 def _run(problem: Problem, state: Tensor, io: Any) -> None:
     parameters = native.contiguous(problem.parameters)
     stage = native.stage_of(_C, problem, parameters, state, torch.get_num_threads())
-    workspace = torch.empty(_C.workspace_bytes(stage, io), dtype=torch.uint8)
+    plan = _C.plan(stage, io)
+    workspace = torch.empty(plan.workspace_bytes, dtype=torch.uint8)
     _use_large_pages(workspace)
-    _C.run(stage, io, workspace.data_ptr())
+    plan.run(workspace.data_ptr())

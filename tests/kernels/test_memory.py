@@ -120,7 +120,7 @@ def workspace_bytes(block: str, rule: str = "paper", order: int = 1, **changes: 
         reverse_rule=rule, order=order, start=1, anchors=0, cotangent=1, grad_x=1,
         gradients=addresses, strides=strides, blocks=blocks, nonfinite=0,
     )  # fmt: skip
-    return int(cpp._C.workspace_bytes(stage, io))
+    return int(cpp._C.plan(stage, io).workspace_bytes)
 
 
 def convolutional_workspace_bytes(channels: int, size: int, images: int, **changes: Any) -> int:

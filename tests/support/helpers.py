@@ -148,7 +148,8 @@ def crews_of(stage: rk.Stage, x: Tensor) -> tuple[int, int]:
     """Of the C++ kernels: how many crews of threads work on a stage, and how many are in each."""
     problem, threads = problem_of(stage), torch.get_num_threads()
     parameters = native.contiguous(problem.parameters)
-    crews: tuple[int, int] = cpp._C.crews(native.stage_of(cpp._C, problem, parameters, x, threads))
+    made = native.stage_of(cpp._C, problem, parameters, x, threads)
+    crews: tuple[int, int] = cpp._C.plan(made, native.forward_of(cpp._C, x, x, x, x)).crews
     return crews
 
 

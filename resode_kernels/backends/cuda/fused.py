@@ -14,16 +14,17 @@ from .gpu import gpu_of, module
 
 
 def _run(problem: Problem, state: Tensor, io: Any) -> bool:
-    """False: the stage is too wide for the kernels."""
+    """False: the stage is too wide for a CTA (what CUDA calls a thread block)."""
     kernels, gpu = module(), gpu_of(state)
     parameters = native.contiguous(problem.parameters)
     stage = native.stage_of(kernels, problem, parameters, state)
-    if kernels.plan(stage, io, gpu) is None:
+    plan = kernels.plan(stage, io, gpu)
+    if plan is None:
         return False
     # From torch's allocator, which reuses it only when the stream is done with it.
-    size = max(1, kernels.workspace_bytes(stage, io, gpu))
+    size = max(1, plan.workspace_bytes)
     workspace = torch.empty(size, dtype=torch.uint8, device=state.device)
-    kernels.run(stage, io, gpu, workspace.data_ptr())
+    plan.run(workspace.data_ptr())
     return True
 
 

@@ -1,6 +1,6 @@
-// Large pages for memory that is about to be filled. A stage's gradients come as a few large blocks
-// that the system makes anew in every training step; by pages of 4 KiB, that took two fifths of a
-// step of a wide stage with few rows.
+// Large pages for memory that is about to be filled. A stage's gradients come as a few large
+// allocations that the system makes anew in every training step. By pages of 4 KiB that took two
+// fifths of a step of a wide stage with few rows.
 
 #pragma once
 
@@ -13,8 +13,8 @@
 
 namespace resode {
 
-// Whole large pages only, and all of them inside the block: nothing becomes larger by it. The
-// system may decline.
+// Whole large pages only, all of them inside the given memory, so that no more is used. The system
+// may decline.
 inline void use_large_pages(uintptr_t address, size_t bytes) {
 #if defined(__linux__) && defined(MADV_HUGEPAGE)
   constexpr uintptr_t kPage = 2 << 20;

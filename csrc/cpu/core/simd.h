@@ -12,7 +12,7 @@
 #include <immintrin.h>
 #endif
 
-#include "../inline.h"
+#include "../../inline.h"
 
 // The kernels are compiled once per instruction set and linked into one module. Everything is kept
 // in anonymous namespaces, so that the linker can never hand AVX-512 code to a processor without
@@ -21,7 +21,7 @@ namespace {
 
 #if defined(__AVX512F__)
 constexpr int kVectorBytes = 64;
-constexpr int kMaxRows = 12;  // of a register block: 24 of 32 registers accumulate
+constexpr int kMaxRows = 12;  // of a register tile: 24 of 32 registers accumulate
 #elif defined(__AVX2__)
 constexpr int kVectorBytes = 32;
 constexpr int kMaxRows = 6;  // 12 of 16
@@ -51,8 +51,8 @@ using Vec = typename Simd<T>::Vec;
 template <class T>
 constexpr int kLanes = kVectorBytes / int(sizeof(T));
 
-// Columns of a panel and of a register block. Two vectors share what is read of the left operand;
-// one is for stages that two would not fill.
+// Columns of a panel and of a register tile. Two vectors share every load of the left operand; one
+// is for stages too narrow to fill two.
 #if !defined(RESODE_PANEL_VECTORS)
 #define RESODE_PANEL_VECTORS 2
 #endif
@@ -112,7 +112,7 @@ RESODE_PAIR_OPERATOR(/)
 
 // The smaller and the larger of two, lane by lane: y where either is NaN. Compilers make a
 // comparison and a blend of the ternary operator, twice the work of the one instruction for it.
-// (With a mask, because GCC 12 finds uninitialized values in the function without.)
+// (Masked, because GCC 12 warns of uninitialized values in the plain intrinsics.)
 #if defined(__AVX512F__)
 constexpr __mmask16 kAllLanes = 0xffff;
 #endif
@@ -135,7 +135,7 @@ RESODE_INLINE V larger(V x, V y) {
   return x > y ? x : y;
 }
 
-// x where it is not beyond the limit, or not beyond ±limit; a NaN stays one
+// x limited from above, and from both sides to ±limit; a NaN stays a NaN
 template <class V, Scalar T>
 RESODE_INLINE V at_most(V x, T limit) {
   return smaller(V{} + limit, x);
@@ -187,7 +187,8 @@ RESODE_INLINE void store_all(T* p, V v) {
   }
 }
 
-// x and y ← some lanes of the two; `first` and `second` tell which, y's counted on from x's.
+// Lane i of x ← lane first(i) of both, lane i of y ← lane second(i): x's lanes count from 0, y's
+// from kLanes.
 template <class T, class First, class Second, int... Lane>
 RESODE_INLINE void shuffle(Vec<T>& x, Vec<T>& y, First first, Second second,
                            std::integer_sequence<int, Lane...>) {
@@ -202,20 +203,20 @@ RESODE_INLINE void shuffle(Vec<T>& x, Vec<T>& y, First first, Second second,
 #endif
 }
 
-// Transposes a square of vectors in log2(lanes) rounds. A round with Block = 1, 2, 4, … puts
-// numbers together that were Block rows apart, each by what is one instruction on x86: inside units
-// of 16 bytes by interleaving them and by swapping halves, between units by taking every other one.
-template <class T, int Block = 1>
+// Transposes a square of vectors in log2(lanes) rounds. A round with Distance = 1, 2, 4, … brings
+// numbers together that were Distance rows apart. Every shuffle is one x86 instruction: within
+// units of 16 bytes it interleaves or swaps halves, between units it takes every other unit.
+template <class T, int Distance = 1>
 RESODE_INLINE void transpose(Vec<T> (&a)[kLanes<T>]) {
   constexpr int L = kLanes<T>, U = 16 / sizeof(T);
   constexpr auto lanes = std::make_integer_sequence<int, L>{};
-  constexpr bool interleaves = Block == 1 && U == 4;
-  if constexpr (Block < L) {
+  constexpr bool interleaves = Distance == 1 && U == 4;
+  if constexpr (Distance < L) {
 #pragma GCC unroll 16
     for (int i = 0; i < L; ++i) {
-      if (i & Block) continue;
-      Vec<T>&x = a[i], &y = a[i + Block];
-      if constexpr (Block >= U) {
+      if (i & Distance) continue;
+      Vec<T>&x = a[i], &y = a[i + Distance];
+      if constexpr (Distance >= U) {
         shuffle<T>(
             x, y, [](int c) { return 2 * (c / U * U) + c % U; },
             [](int c) { return 2 * (c / U * U) + c % U + U; }, lanes);
@@ -225,13 +226,13 @@ RESODE_INLINE void transpose(Vec<T> (&a)[kLanes<T>]) {
             [](int c) { return c / U * U + c % U / 2 + c % 2 * L + 2; }, lanes);
       } else {
         shuffle<T>(
-            x, y, [](int c) { return c & Block ? L + c - Block : c; },
-            [](int c) { return c & Block ? L + c : c + Block; }, lanes);
+            x, y, [](int c) { return c & Distance ? L + c - Distance : c; },
+            [](int c) { return c & Distance ? L + c : c + Distance; }, lanes);
       }
     }
-    transpose<T, 2 * Block>(a);
+    transpose<T, 2 * Distance>(a);
   }
-  if constexpr (interleaves)  // which has left the middle two of four rows in each other's place
+  if constexpr (interleaves)  // interleaving has swapped the middle two of every four rows
     for (int i = 0; i < L; i += U) std::swap(a[i + 1], a[i + 2]);
 }
 

@@ -4,11 +4,12 @@
 
 #pragma once
 
-#include "pass.h"
+#include "schemes.h"
+#include "worker.h"
 
 namespace {
 
-template <class T, class Scheme, class Block>
+template <class T, class Scheme, ResidualBlock<T> Block>
 size_t forward(const Stage& s, const resode::Forward& io, void* workspace) {
   Arena arena(workspace);
   const Pass<T, Scheme, Block> pass(s, arena, nullptr);
@@ -19,18 +20,18 @@ size_t forward(const Stage& s, const resode::Forward& io, void* workspace) {
   Team::run(pass.tiling.threads, [&](Team team) {
     Worker<T, Scheme, Block> worker(pass, team);
     T* const state = states ? worker.own(states, 1)[0] : y;
-    worker.bench.block.record(io.statistics);
+    worker.runner.block.record(io.statistics);
     worker.read(state, static_cast<const T*>(io.x));
     for (int64_t n = 0; n < s.steps; ++n) {
       worker.begin_step(n);
       const bool keep = s.anchor_every && (n + 1) % s.anchor_every == 0 && n + 1 < s.steps;
       worker.for_each_tile([&](Share rows) {
         const Matrix<T> x = pass.tile(state, rows);
-        Scheme::slope(worker.bench, n, x, {{x.data, x.data, worker.bench.step}});
+        Scheme::slope(worker.runner, n, x, {{x.data, x.data, worker.runner.step}});
         if (keep) worker.write_tile(pass.anchor(static_cast<T*>(io.anchors), n + 1), state, rows);
       });
     }
-    worker.write(y, state, worker.bench.point);
+    worker.write(y, state, worker.runner.point);
   });
   return arena.used();
 }

@@ -1,10 +1,10 @@
-// What is done to the result of a product while it is still in registers. An epilogue is called
-// with N consecutive vectors of the result and their place in any matrix of the result's shape.
+// Operations on the result of a product while it is still in registers. An epilogue is called with
+// N consecutive vectors of the result and their offset in any matrix of the result's shape.
 
 #pragma once
 
-#include "../activations.h"
-#include "math.h"
+#include "../../stage.h"
+#include "elementary.h"
 #include "matrix.h"
 
 namespace {
@@ -14,6 +14,20 @@ template <class T, int N, class F>
 RESODE_INLINE void for_each_of(int64_t offset, const Vec<T> (&v)[N], F f) {
 #pragma GCC unroll 32
   for (int i = 0; i < N; ++i) f(offset + i * kLanes<T>, v[i]);
+}
+
+// Calls f with the activation's struct.
+template <class F>
+void with_activation(resode::Activation activation, F f) {
+  switch (activation) {
+#define RESODE_CASE(name, Struct) \
+  case resode::Activation::name:  \
+    return f(resode::Struct{});
+    RESODE_ACTIVATIONS(RESODE_CASE)
+#undef RESODE_CASE
+    case resode::Activation::identity:
+      return;  // no block applies it
+  }
 }
 
 // hidden ← σ(z), and where a VJP follows slope ← σ'(z)
@@ -134,7 +148,7 @@ struct Update {
   }
 };
 
-// The same of one row of a panel.
+// An update of one row of a panel.
 template <class T>
 RESODE_INLINE void apply(const Update<T>& update, int64_t offset, PanelRow<T> row) {
   Vec<T> v[kPanelVectors];
@@ -142,7 +156,7 @@ RESODE_INLINE void apply(const Update<T>& update, int64_t offset, PanelRow<T> ro
   update(offset, v);
 }
 
-// The same over values that were computed earlier, from one place to another.
+// Hands values that were computed earlier, those from offset `begin` to `end`, to an epilogue.
 template <class T, class Epilogue>
 void for_each_vector(const T* values, int64_t begin, int64_t end, Epilogue epilogue) {
   for (int64_t i = begin; i < end; i += kLanes<T>) {

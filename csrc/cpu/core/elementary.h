@@ -58,6 +58,15 @@ struct Math : Constants<T> {
   using Scalar = T;
   using C = Constants<T>;
 
+  template <class V>
+  static RESODE_INLINE V where_less(V x, T y, V a, V b) {
+    return ::where_less(x, y, a, b);
+  }
+  template <class V>
+  static RESODE_INLINE V clamp(V x, T limit) {
+    return ::clamp(x, limit);
+  }
+
   static constexpr T inverse_factorial(int n) {
     T product = 1;
     for (int i = 2; i <= n; ++i) product *= i;
@@ -65,7 +74,7 @@ struct Math : Constants<T> {
   }
 
   // e^x = 2^n e^r with n = round(x / ln 2), |r| ≤ ln(2)/2. Gives 2^n and e^r − 1, the latter as its
-  // Taylor series r + r²/2! + r³/3! + … That |x| ≤ exp_limit is, here and below, the caller's duty.
+  // Taylor series r + r²/2! + r³/3! + … Here and below the caller makes sure that |x| ≤ exp_limit.
   template <class V>
   static RESODE_INLINE void reduce(V x, V& power, V& expm1_r) {
     constexpr T log2e = 1.44269504088896340735992468100189214;

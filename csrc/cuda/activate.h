@@ -1,28 +1,26 @@
-// The arithmetic that activations.h is given on a GPU: float32, one number at a time.
+// Activations on a GPU: the arithmetic that activations.h is given, float32 and one number at a
+// time, and the choice of an activation at run time.
 
 #pragma once
 
 #include <cuda_runtime.h>
 
-#include "../inline.h"
 #include "../stage.h"
 
 namespace resode {
-
-// a where x < y, else b
-__device__ __forceinline__ float where_less(float x, float y, float a, float b) {
-  return x < y ? a : b;
-}
-
-// x where it is not beyond ±limit; a NaN stays one
-__device__ __forceinline__ float clamp(float x, float limit) {
-  return x < -limit ? -limit : (x > limit ? limit : x);
-}
 
 struct Math {
   using Scalar = float;
   static constexpr float exp_limit = 87.3f;  // e^±limit is a normal number
 
+  // a where x < y, else b
+  static __device__ __forceinline__ float where_less(float x, float y, float a, float b) {
+    return x < y ? a : b;
+  }
+  // x where it is not beyond ±limit; a NaN stays one
+  static __device__ __forceinline__ float clamp(float x, float limit) {
+    return x < -limit ? -limit : (x > limit ? limit : x);
+  }
   static __device__ __forceinline__ float exp(float x) { return expf(x); }
   static __device__ __forceinline__ float tanh(float x) { return tanhf(x); }
   // Φ(z) = erfc(−z/√2)/2, which does not cancel for negative z.
@@ -31,12 +29,6 @@ struct Math {
     pdf = 0.39894228040143268f * expf(-0.5f * z * z);
   }
 };
-
-}  // namespace resode
-
-#include "../activations.h"
-
-namespace resode {
 
 // f(z) = z, of blocks without an activation.
 struct Identity {
@@ -59,14 +51,11 @@ template <int V>
 __device__ __forceinline__ void activate(Activation activation, const float (&z)[V],
                                          float (&value)[V], float (&slope)[V]) {
   switch (activation) {
-    case Activation::relu:
-      return activate_by<Relu>(z, value, slope);
-    case Activation::tanh:
-      return activate_by<Tanh>(z, value, slope);
-    case Activation::gelu:
-      return activate_by<Gelu>(z, value, slope);
-    case Activation::silu:
-      return activate_by<Silu>(z, value, slope);
+#define RESODE_CASE(name, Struct) \
+  case Activation::name:          \
+    return activate_by<Struct>(z, value, slope);
+    RESODE_ACTIVATIONS(RESODE_CASE)
+#undef RESODE_CASE
     case Activation::identity:
       break;
   }

@@ -1,11 +1,11 @@
-// Matrix products with what follows them fused in.
+// Matrix products, fused with the operation that follows them.
 //
 //     multiply:             C = bias + A B      C[i,j] = bias[j] + Σ_k A[i,k] B[k,j]
 //     multiply_transposed:  C = Aᵀ B            C[i,j] = Σ_k A[k,i] B[k,j]
 //
-// C is never stored by the product itself: it is built in registers, a block of up to kMaxRows rows
-// and one panel at a time, and handed to an epilogue (epilogues.h). A panel of B stays in the
-// first-level cache while the rows of A go by.
+// C is never stored by the product itself: it is built in registers, one register tile at a time
+// (up to kMaxRows rows of one panel), and handed to an epilogue (epilogues.h). A panel of B stays
+// in the first-level cache while the rows of A go by.
 
 #pragma once
 
@@ -41,11 +41,11 @@ struct Accumulator {
   }
 };
 
-// One register block of A B: rows i … i + Rows of A, panel j of B. Both operands are padded with
+// One register tile of A B: rows i … i + Rows of A, panel j of B. Both operands are padded with
 // zeros to whole panels along k, so the inner loop has a fixed length.
 template <int Rows, class T, class Epilogue>
-RESODE_INLINE void block(Matrix<T> a, Matrix<T> b, const T* bias, int64_t i, int64_t j,
-                         Epilogue epilogue) {
+RESODE_INLINE void register_tile(Matrix<T> a, Matrix<T> b, const T* bias, int64_t i, int64_t j,
+                                 Epilogue epilogue) {
   Accumulator<T, Rows> c;
   c.start(bias ? bias + j * kPanel<T> : nullptr);
   const T* left = a.at(0, i);
@@ -60,10 +60,10 @@ RESODE_INLINE void block(Matrix<T> a, Matrix<T> b, const T* bias, int64_t i, int
   epilogue((j * a.rows + i) * kPanel<T>, c.v);
 }
 
-// One register block of Aᵀ B: columns i … i + Rows of A, panel j of B.
+// One register tile of Aᵀ B: columns i … i + Rows of A, panel j of B.
 template <int Rows, class T, class Epilogue>
-RESODE_INLINE void block_transposed(Matrix<T> a, Matrix<T> b, int64_t i, int64_t j,
-                                    Epilogue epilogue) {
+RESODE_INLINE void register_tile_transposed(Matrix<T> a, Matrix<T> b, int64_t i, int64_t j,
+                                            Epilogue epilogue) {
   Accumulator<T, Rows> c;
   c.start(nullptr);
   const T* left[Rows];
@@ -80,26 +80,26 @@ struct Constant {
   static constexpr int value = N;
 };
 
-// Calls f(Constant<rows>, i, j) for `count` blocks of equal height from row i on; returns the row
-// after them.
+// Calls f(Constant<rows>, i, j) for `count` register tiles of equal height from row i on; returns
+// the row after them.
 template <int Rows = kMaxRows, class F>
-int64_t column_of_blocks(int64_t rows, int64_t count, int64_t i, int64_t j, F f) {
+int64_t column_of_register_tiles(int64_t rows, int64_t count, int64_t i, int64_t j, F f) {
   if constexpr (Rows > 1) {
-    if (rows < Rows) return column_of_blocks<Rows - 1>(rows, count, i, j, f);
+    if (rows < Rows) return column_of_register_tiles<Rows - 1>(rows, count, i, j, f);
   }
   for (; count > 0; --count, i += Rows) f(Constant<Rows>{}, i, j);
   return i;
 }
 
-// Covers rows × panels with register blocks of nearly equal height: 16 rows are 6 + 5 + 5.
+// Covers rows × panels with register tiles of nearly equal height: 16 rows are 6 + 5 + 5.
 template <class F>
-void for_each_block(int64_t rows, Share panels, F f) {
-  const int64_t blocks = ceil_div(rows, kMaxRows);
-  const int64_t height = rows / blocks, taller = rows % blocks;
+void for_each_register_tile(int64_t rows, Share panels, F f) {
+  const int64_t tiles = ceil_div(rows, kMaxRows);
+  const int64_t height = rows / tiles, taller = rows % tiles;
   for (int64_t j = panels.begin; j < panels.end; ++j) {
     int64_t i = 0;
-    if (taller) i = column_of_blocks(height + 1, taller, i, j, f);
-    column_of_blocks(height, blocks - taller, i, j, f);
+    if (taller) i = column_of_register_tiles(height + 1, taller, i, j, f);
+    column_of_register_tiles(height, tiles - taller, i, j, f);
   }
 }
 
@@ -107,15 +107,15 @@ void for_each_block(int64_t rows, Share panels, F f) {
 template <class T, class Epilogue>
 void multiply(Matrix<T> a, Matrix<T> b, const typename Matrix<T>::Value* bias, Epilogue epilogue,
               Share panels) {
-  for_each_block(a.rows, panels, [=](auto rows, int64_t i, int64_t j) RESODE_ALWAYS {
-    block<decltype(rows)::value>(a, b, bias, i, j, epilogue);
+  for_each_register_tile(a.rows, panels, [=](auto rows, int64_t i, int64_t j) RESODE_ALWAYS {
+    register_tile<decltype(rows)::value>(a, b, bias, i, j, epilogue);
   });
 }
 
 template <class T, class Epilogue>
 void multiply_transposed(Matrix<T> a, Matrix<T> b, Epilogue epilogue, Share panels) {
-  for_each_block(a.columns, panels, [=](auto rows, int64_t i, int64_t j) RESODE_ALWAYS {
-    block_transposed<decltype(rows)::value>(a, b, i, j, epilogue);
+  for_each_register_tile(a.columns, panels, [=](auto rows, int64_t i, int64_t j) RESODE_ALWAYS {
+    register_tile_transposed<decltype(rows)::value>(a, b, i, j, epilogue);
   });
 }
 

@@ -3,11 +3,12 @@
 
 #pragma once
 
-#include "matrix.h"
+#include "../../core/matrix.h"
+#include "../block.h"
 
 namespace {
 
-constexpr int kPoints = 16;  // of a patch, for windows of 3 × 3 (convolution.h)
+constexpr int kPoints = 16;  // of a patch, for windows of 3 × 3 (winograd.h)
 
 // A window of size × size pixels, 1 or 3, on images of height × width.
 struct Window {
@@ -19,6 +20,18 @@ struct Window {
   int64_t points() const { return size == 3 ? kPoints : 1; }
   int64_t patches(int64_t length) const { return ceil_div(length, patch()); }
 };
+
+inline Window window_of(const Stage& s, int l) {
+  return {s.height, s.width, s.convolutions[l].size};
+}
+
+// The most channels that a convolution of the block results in, padded.
+template <class T>
+int64_t max_channels(const Stage& s) {
+  int64_t channels = 0;
+  for (int l = 0; l < s.layers; ++l) channels = max(channels, s.convolutions[l].out);
+  return padded<T>(channels);
+}
 
 // Some pixels of a batch: `lines` lines of each of `images` images, from line `top` of image
 // `first` on. Either whole images, or a band of one that begins with a whole patch.

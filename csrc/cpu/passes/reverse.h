@@ -14,7 +14,8 @@
 
 #pragma once
 
-#include "pass.h"
+#include "schemes.h"
+#include "worker.h"
 
 namespace {
 
@@ -34,17 +35,18 @@ void extrapolate(Matrix<T> p, const T* x, T h, const T* const* newest, int count
   }
 }
 
-// The states of a reverse pass.
+// The states that a reverse pass holds, one after the other: those of a segment, f(x̃), the history
+// and the cotangent.
 template <class T>
-struct Walk {
+struct ReverseStates {
   bool in_result;   // the cotangent is: in grad_x
   int64_t segment;  // states that are kept at a time: those of a segment for `exact`, or one
-  bool known;       // f(x̃) is kept where the step before has computed it already
+  bool known;       // f(x̃) is kept if the previous step has computed it
   int64_t history;  // `predicted`: the last evaluations, a ring
   T* states;
 
   template <class P>
-  Walk(const P& pass, const resode::Reverse& io, Arena& arena)
+  ReverseStates(const P& pass, const resode::Reverse& io, Arena& arena)
       : in_result(io.grad_x && pass.lives_in_result()),
         segment(io.reverse_rule == ReverseRule::exact ? pass.s.anchor_every : 1),
         // With `paper` the state is p, where the VJP has just been taken: Heun's next step starts
@@ -57,20 +59,20 @@ struct Walk {
   int64_t count() const { return segment + known + history + !in_result; }
 };
 
-template <class T, class Scheme, class Block>
+template <class T, class Scheme, ResidualBlock<T> Block>
 class ReverseWorker : public Worker<T, Scheme, Block> {
  public:
-  ReverseWorker(const Pass<T, Scheme, Block>& pass, const resode::Reverse& io, const Walk<T>& walk,
-                Team team)
+  ReverseWorker(const Pass<T, Scheme, Block>& pass, const resode::Reverse& io,
+                const ReverseStates<T>& layout, Team team)
       : Worker<T, Scheme, Block>(pass, team),
         pass(pass),
         s(pass.s),
         io(io),
-        walk(walk),
-        states(this->own(walk.states, walk.count())),
-        cotangent(walk.in_result ? static_cast<T*>(io.grad_x) : states[walk.count() - 1]),
-        known(walk.known ? states[walk.segment] : nullptr),
-        h(bench.step) {}
+        layout(layout),
+        states(this->own(layout.states, layout.count())),
+        cotangent(layout.in_result ? static_cast<T*>(io.grad_x) : states[layout.count() - 1]),
+        known(layout.known ? states[layout.segment] : nullptr),
+        h(runner.step) {}
 
   void run() {
     this->read(cotangent, static_cast<const T*>(io.cotangent));
@@ -84,15 +86,15 @@ class ReverseWorker : public Worker<T, Scheme, Block> {
       is_known = known;
     }
     if (nonfinite >= 0) raise(*io.nonfinite, int32_t(nonfinite));
-    if (io.grad_x) this->write(static_cast<T*>(io.grad_x), cotangent, bench.point);
+    if (io.grad_x) this->write(static_cast<T*>(io.grad_x), cotangent, runner.point);
   }
 
  private:
-  using Worker<T, Scheme, Block>::bench;
+  using Worker<T, Scheme, Block>::runner;
   const Pass<T, Scheme, Block>& pass;
   const Stage& s;
   const resode::Reverse& io;
-  const Walk<T>& walk;
+  const ReverseStates<T>& layout;
   const States<T> states;  // first those of a segment, last the cotangent
   T* const cotangent;      // g
   T* const known;
@@ -116,7 +118,7 @@ class ReverseWorker : public Worker<T, Scheme, Block> {
       this->begin_step(m);
       this->for_each_tile([&](Share rows) {
         const Matrix<T> x = pass.tile(recomputed(m), rows);
-        Scheme::slope(bench, m, x, {{pass.tile(recomputed(m + 1), rows).data, x.data, h}});
+        Scheme::slope(runner, m, x, {{pass.tile(recomputed(m + 1), rows).data, x.data, h}});
       });
     }
   }
@@ -125,25 +127,25 @@ class ReverseWorker : public Worker<T, Scheme, Block> {
   // Where a segment's state x[n] is.
   T* recomputed(int64_t n) const { return states[n % s.anchor_every]; }
   // Where the i-th evaluation φ(p) is.
-  T* evaluation(int64_t i) const { return states[walk.segment + walk.known + i % io.order]; }
+  T* evaluation(int64_t i) const { return states[layout.segment + layout.known + i % io.order]; }
 
   void step(int64_t n, Share rows) {
     const Matrix<T> x = pass.tile(state(), rows), g = pass.tile(cotangent, rows);
     const Matrix<T> p = point(n, rows, x);
-    if (io.nonfinite && nonfinite < 0 && !is_finite(p.part(bench.block.mine(p)))) nonfinite = n;
+    if (io.nonfinite && nonfinite < 0 && !is_finite(p.part(runner.block.mine(p)))) nonfinite = n;
     T* const keep = known && n > 0 ? pass.tile(known, rows).data : nullptr;
     Update<T> next;
     if (io.reverse_rule == ReverseRule::refined || io.reverse_rule == ReverseRule::predicted)
       next.first = {x.data, x.data, -h};
     if (io.reverse_rule == ReverseRule::predicted)
       next.second.out = pass.tile(evaluation(evaluations), rows).data;
-    Scheme::trace(bench, n, p, keep, next);
-    Scheme::vjp(bench, n, p, g, n > 0 || io.grad_x);
+    Scheme::trace(runner, n, p, keep, next);
+    Scheme::vjp(runner, n, p, g, n > 0 || io.grad_x);
   }
 
   Matrix<T> point(int64_t n, Share rows, Matrix<T> x) {
     if (io.reverse_rule == ReverseRule::exact) return pass.tile(recomputed(n), rows);
-    const Matrix<T> p{io.reverse_rule == ReverseRule::paper ? x.data : bench.point, x.rows,
+    const Matrix<T> p{io.reverse_rule == ReverseRule::paper ? x.data : runner.point, x.rows,
                       x.columns};
     const Update<T> to_p{{p.data, x.data, -h}};
     int64_t corrections = io.reverse_rule == ReverseRule::refined ? io.order - 1 : 0;
@@ -156,21 +158,21 @@ class ReverseWorker : public Worker<T, Scheme, Block> {
       const T* newest[resode::kMaxOrder];
       for (int64_t i = 0; i < available; ++i)
         newest[i] = pass.tile(evaluation(evaluations - 1 - i), rows).data;
-      extrapolate(p, x.data, h, newest, available, bench.block.mine(p));
-      bench.block.meet();
+      extrapolate(p, x.data, h, newest, available, runner.block.mine(p));
+      runner.block.meet();
     } else {
-      Scheme::reverse_slope(bench, n, x, is_known ? pass.tile(known, rows).data : nullptr, to_p);
+      Scheme::reverse_slope(runner, n, x, is_known ? pass.tile(known, rows).data : nullptr, to_p);
     }
-    for (; corrections > 0; --corrections) Scheme::slope(bench, n, p, to_p);
+    for (; corrections > 0; --corrections) Scheme::slope(runner, n, p, to_p);
     return p;
   }
 };
 
-template <class T, class Scheme, class Block>
+template <class T, class Scheme, ResidualBlock<T> Block>
 size_t reverse(const Stage& s, const resode::Reverse& io, void* workspace) {
   Arena arena(workspace);
   const Pass<T, Scheme, Block> pass(s, arena, io.gradients);
-  const Walk<T> walk(pass, io, arena);
+  const ReverseStates<T> layout(pass, io, arena);
   if (!workspace) return arena.used();
 
   for (int t = 0; t < pass.tiling.threads; ++t) {
@@ -178,7 +180,7 @@ size_t reverse(const Stage& s, const resode::Reverse& io, void* workspace) {
     pass.written[t].value = s.steps;
   }
   Team::run(pass.tiling.threads,
-            [&](Team team) { ReverseWorker<T, Scheme, Block>(pass, io, walk, team).run(); });
+            [&](Team team) { ReverseWorker<T, Scheme, Block>(pass, io, layout, team).run(); });
   return arena.used();
 }
 

@@ -14,7 +14,8 @@
 
 #include <cmath>
 
-#include "epilogues.h"
+#include "../../core/arena.h"
+#include "../../core/epilogues.h"
 
 namespace {
 
@@ -25,6 +26,13 @@ struct Normalization {
   const T *gamma, *beta;
   T *mean, *root, *scale, *shift;  // μ, r, a, b
   T *k1, *k2;
+
+  static Normalization lay_out(Arena& arena, int64_t channels) {
+    Normalization bn{};
+    for (T** vector : {&bn.mean, &bn.root, &bn.scale, &bn.shift, &bn.k1, &bn.k2})
+      *vector = arena.take<T>(padded<T>(channels));
+    return bn;
+  }
 
   void set(int64_t c, double mu, double variance, double epsilon) const {
     const double r = 1 / std::sqrt(variance + epsilon), a = double(gamma[c]) * r;
@@ -80,7 +88,7 @@ struct Moments {
       for (int k = 0; k < kChains; ++k) sums[k] = sums[k] + load_all<V>(z + (q + k) * kPanel<T>);
     for (; q < pixels; ++q) sums[0] = sums[0] + load_all<V>(z + q * kPanel<T>);
     const V middle = ((sums[0] + sums[1]) + (sums[2] + sums[3])) * (T(1) / T(pixels));
-    // The deviations from this rounded mean also tell what it is off by.
+    // The deviations from this rounded mean also give its error.
     V rest[2] = {}, squares[2] = {};
     const auto deviate = [&](int k, int64_t q) RESODE_ALWAYS {
       const V d = load_all<V>(z + q * kPanel<T>) - middle;
@@ -160,6 +168,16 @@ struct Activated {
     return panel;
   }
 };
+
+// da ← da ⊙ σ'(u), with z where u is computed from
+template <class Panel, class T>
+void times_slope(Panel activated, const T* z, int64_t pixels, T* da) {
+  for_each_pixel<T>(0, pixels, [&](int64_t at) RESODE_ALWAYS {
+    PanelRow<T> value, slope;
+    activated(load_all<PanelRow<T>>(z + at), value, slope);
+    store_all(da + at, load_all<PanelRow<T>>(da + at) * slope);
+  });
+}
 
 // dz = a (dy − k1 − (z − μ) k2)
 template <class T>

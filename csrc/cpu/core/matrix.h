@@ -6,7 +6,7 @@
 //     data[(⌊j/P⌋ · rows + i) · P + j mod P]
 //
 // The same layout is the left and the right operand of every product (gemm.h) and its result:
-// nothing is packed twice, a register block is one contiguous run, rows of any length never
+// nothing is packed twice, a register tile is one contiguous run, rows of any length never
 // collide in the cache, and no kernel needs a mask.
 
 #pragma once
@@ -63,8 +63,8 @@ RESODE_INLINE void store_some(T* p, int64_t count, Vec<T> v) {
   for (int i = 0; i < count; ++i) p[i] = v[i];
 }
 
-// Whether all of m's numbers are finite. x · 0 is 0 for those and NaN for the others, and a sum
-// with a NaN in it is one.
+// Whether all of m's numbers are finite. x · 0 is 0 if x is finite and NaN otherwise, and a sum
+// with a NaN in it is NaN.
 template <class T>
 bool is_finite(Matrix<T> m) {
   Vec<T> sums[kPanelVectors] = {};  // side by side, to hide some of the latency of a sum

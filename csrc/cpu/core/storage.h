@@ -4,7 +4,7 @@
 
 #pragma once
 
-#include "../stage.h"
+#include "../../stage.h"
 #include "matrix.h"
 
 namespace {
@@ -80,7 +80,7 @@ void with_storage(resode::DType dtype, F f) {
   }
 }
 
-// Whether it is the stream's own.
+// Whether parameters of this dtype are stored as the stream's numbers are.
 template <class T>
 bool is_stored_as(resode::DType dtype) {
   return dtype == (sizeof(T) == sizeof(double) ? resode::DType::float64 : resode::DType::float32);
@@ -98,8 +98,8 @@ void pack(Matrix<T> b, const S* w, int64_t w_rows, Share panels) {
       }
 }
 
-// square ← rows `pitch` apart, of which only some rows and columns are there; zeros otherwise. Not
-// inlined: what it needs would push whole squares out of the registers.
+// square ← `rows` rows of `columns` numbers, `pitch` apart, and zeros beyond them. Not inlined: its
+// variables would take registers from the code for whole squares.
 template <class T, class S>
 __attribute__((noinline)) void load_corner(const S* from, int64_t rows, int64_t columns,
                                            int64_t pitch, Vec<T> (&square)[kLanes<T>]) {

@@ -24,10 +24,9 @@
 
 #pragma once
 
-#include "epilogues.h"
-#include "gemm.h"
+#include "../../core/epilogues.h"
+#include "../../core/gemm.h"
 #include "images.h"
-#include "storage.h"
 
 namespace {
 
@@ -209,37 +208,7 @@ void multiply_point_transposed(Points<T> v, Points<T> d, int64_t point, Matrix<T
                       Share::all(at.panels()));
 }
 
-constexpr int kMaxTaps = 9;
-
-// g ← the windows of output o and of inputs i, i + 1, … (lanes), which lie one after the other;
-// windows beyond the last input are zero. What follows them is fetched: the next inputs' are next,
-// after the same inputs' of other outputs, and no prefetcher follows so many rows.
-template <class T, class S>
-RESODE_INLINE void read_windows(const S* windows, resode::Convolution shape, int64_t o, int64_t i,
-                                Vec<T> (&g)[kMaxTaps]) {
-  constexpr int L = kLanes<T>;
-  const int64_t taps = shape.size * shape.size, first = (o * shape.in + i) * taps,
-                left = shape.out * shape.in * taps - first;  // numbers from there to the end
-  const S* const from = windows + first;
-  for (int64_t k = 0; k < L * taps; k += 64 / sizeof(S)) __builtin_prefetch(from + L * taps + k);
-  if (taps == 1) {
-    g[0] = load_widened<T>(from, shape.in - i);
-    return;
-  }
-#pragma GCC unroll 3
-  for (int t = 0; t < kMaxTaps; t += L) {
-    Vec<T> square[L];
-#pragma GCC unroll 16
-    for (int k = 0; k < L; ++k) {
-      const int64_t at = k * kMaxTaps + t;  // a vector may be more than the window, or less
-      square[k] = load_widened<T>(from + at, i + k < shape.in ? left - at : 0);
-    }
-    transpose<T>(square);
-#pragma GCC unroll 16
-    for (int k = 0; k < L; ++k)
-      if (t + k < kMaxTaps) g[t + k] = square[k];
-  }
-}
+constexpr int kMaxTaps = 9;  // of a window
 
 // The window of one input and some outputs (lanes) at all points: u = G g Gᵀ
 template <class V>

@@ -15,7 +15,7 @@
 #include <omp.h>
 #endif
 
-#include "../stage.h"
+#include "../../stage.h"
 #include "storage.h"
 
 namespace {
@@ -26,13 +26,13 @@ struct Tiling {
   int threads;
   int crew = 1;  // threads that work on the same tiles
 
-  // Enough rows to make up for a block's weights and gradient sums, which go by once per tile; few
+  // Enough rows to amortize a block's weights and gradient sums, which are read once per tile; few
   // enough that the operands of a product stay in the second-level cache.
   static constexpr int64_t kMinTileRows = 72, kMaxTileRows = 144, kOperandBytes = 192 << 10;
   // Multiply-adds in one matrix product below which another thread costs more than it brings.
   static constexpr int64_t kMinThreadWork = 32 << 10;
 
-  // Tiles of rows that no block connects.
+  // Tiles for blocks that work row by row.
   template <class T>
   static Tiling of_rows(const resode::Stage& s) {
     const int64_t worth = ceil_div(s.rows * s.dim * s.hidden, kMinThreadWork);
@@ -64,12 +64,12 @@ struct Tiling {
   int64_t max_tile_rows() const { return ceil_div(units, tiles) * rows_per_unit; }
 
  private:
-  // What a step takes, in the time that the products of one row take on one thread. The threads of
-  // a crew divide its rows' products by panels of columns, and so they do what a block costs
-  // whatever the rows are: packing its weights, summing up and writing its gradients. But they meet
-  // after every product, and each fetches from the other cores what those have made of it, which
-  // weighs the more the narrower the block is. (Measured with AVX-512 and 2 threads, widths 64 to
-  // 1024.)
+  // The time of a step, in units of one row's products on one thread. The threads of a crew divide
+  // the products of its rows by panels of columns. In the same way they divide the costs of a block
+  // that do not depend on the rows: packing its weights, summing up and writing its gradients. But
+  // they meet after every product, and each fetches the other threads' columns from their cores.
+  // The narrower the block, the more this weighs. (Measured with AVX-512 and 2 threads, widths 64
+  // to 1024.)
   static double step_time(const resode::Stage& s, int64_t crews, int64_t crew, int64_t panels) {
     constexpr double kBlock = 40, kFetched = 190, kMeetings = 250e3;
     const double rows = double(ceil_div(s.rows, crews));
@@ -85,7 +85,7 @@ struct Tiling {
 struct Team {
   int rank, size;
 
-  // As crews of so many threads, in order; those left over are in the last one.
+  // The team as crews of `threads` threads each, in order; the last crew also has those left over.
   int crews(int threads) const { return int(max(1, size / threads)); }
   int crew_index(int threads) const { return int(min(rank / threads, crews(threads) - 1)); }
   Team crew(int threads) const {
@@ -93,7 +93,7 @@ struct Team {
     return {rank - first, index + 1 < crews(threads) ? threads : size - first};
   }
 
-  // Runs f(team) on `threads` threads, or on as many as there are to be had.
+  // Runs f(team) on `threads` threads, or on fewer if OpenMP grants fewer.
   template <class F>
   static void run(int threads, F f) {
 #if defined(_OPENMP)
@@ -167,9 +167,9 @@ class Crew {
   int64_t meetings = 0;
 };
 
-// Several sums that all threads add to, round after round. Each thread begins elsewhere and goes
-// round, so that most of the time they are at different ones, and the order in which they come to a
-// sum is always the same.
+// Several sums that all threads add to, round after round. Each thread begins at another sum and
+// goes round, so that mostly no two threads are at the same one. The order in which threads come to
+// a sum is always the same.
 class Turns {
  public:
   // `done`: how often each sum was added to, counted below zero; all zero at the start

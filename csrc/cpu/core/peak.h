@@ -1,4 +1,4 @@
-// The rate of multiply-adds that registers alone sustain: the roof over every matrix product.
+// The rate of multiply-adds on registers alone, an upper bound for every matrix product.
 
 #pragma once
 
