@@ -148,7 +148,7 @@ inline void raise(int32_t& number, int32_t to) {
   }
 }
 
-// A thread of a team whose members meet: nobody goes on before all have come.
+// A thread of a team whose threads meet: each waits until all have come.
 class Crew {
  public:
   Crew(Team team, Countdown* arrivals) : team(team), arrivals(arrivals) {}
