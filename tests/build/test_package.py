@@ -19,6 +19,7 @@ import torch
 import resode_kernels as rk
 from resode_kernels import backends, info
 from resode_kernels.backends import cpp, cuda, native
+from resode_kernels.backends.contract import ForwardIO
 from resode_kernels.options import Options
 from resode_kernels.problem import Problem
 
@@ -77,7 +78,7 @@ def test_narrow_stages_get_vectors_that_they_fill() -> None:
         problem = Problem("linear", "identity", tuple(parameters), Options().method(4))
         x = torch.zeros(8, dim, dtype=dtype)
         stage = native.stage_of(cpp._C, problem, parameters, x)
-        return str(cpp._C.plan(stage, native.forward_of(cpp._C, x, x, x, x)).instruction_set)
+        return str(cpp._C.plan(stage, native.forward_of(cpp._C, ForwardIO(x, x, x, x))).instruction_set)
 
     supported, in_use = cpp._C.supported(), cpp._C.selected()
     cpp._C.select("auto")

@@ -15,7 +15,8 @@ from torch import nn
 
 import resode_kernels as rk
 from resode_kernels.backends import cpp, native
-from resode_kernels.options import How
+from resode_kernels.backends.contract import ForwardIO
+from resode_kernels.options import Options
 from resode_kernels.problem import Problem
 
 ROWS, DIM = 512, 48
@@ -128,17 +129,17 @@ def workspace_bytes(block: str, rule: str = "paper", order: int = 1, **changes: 
 @pytest.mark.needs_cpp
 def test_a_plan_keeps_the_stage_and_io_that_it_was_made_of() -> None:
     x, y = torch.randn(8, 8), torch.empty(8, 8)
-    method = How(step=1.0).method(1)
+    method = Options(step=1.0).method(1)
     weights = [i * torch.eye(8).unsqueeze(0) for i in range(100)]
 
     def plan(weight: torch.Tensor) -> Any:
         problem = Problem("linear", "identity", (weight,), method)
         stage = native.stage_of(cpp._C, problem, [weight], x)
-        return cpp._C.plan(stage, native.forward_of(cpp._C, x, y, x, x))
+        return cpp._C.plan(stage, native.forward_of(cpp._C, ForwardIO(x, y, x, x)))
 
-    for i, made in enumerate([plan(weight) for weight in weights]):
-        workspace = torch.empty(made.workspace_bytes, dtype=torch.uint8)
-        made.run(workspace.data_ptr())
+    for i, planned in enumerate([plan(weight) for weight in weights]):
+        workspace = torch.empty(planned.workspace_bytes, dtype=torch.uint8)
+        planned.run(workspace.data_ptr())
         torch.testing.assert_close(y, (1 + i) * x)
 
 

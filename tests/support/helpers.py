@@ -15,6 +15,7 @@ from torch import Tensor
 import resode_kernels as rk
 from resode_kernels import reference
 from resode_kernels.backends import REGISTRY, cpp, native
+from resode_kernels.backends.contract import ForwardIO
 from resode_kernels.backends.engine import EngineBackend
 from resode_kernels.problem import Problem
 
@@ -148,8 +149,10 @@ def crews_of(stage: rk.Stage, x: Tensor) -> tuple[int, int]:
     """Of the C++ kernels: how many crews of threads work on a stage, and how many are in each."""
     problem, threads = problem_of(stage), torch.get_num_threads()
     parameters = native.contiguous(problem.parameters)
-    made = native.stage_of(cpp._C, problem, parameters, x, threads)
-    crews: tuple[int, int] = cpp._C.plan(made, native.forward_of(cpp._C, x, x, x, x)).crews
+    described = native.stage_of(cpp._C, problem, parameters, x, threads)
+    crews: tuple[int, int] = cpp._C.plan(
+        described, native.forward_of(cpp._C, ForwardIO(x, x, x, x))
+    ).crews
     return crews
 
 
