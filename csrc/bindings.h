@@ -146,21 +146,21 @@ struct PyPlan {
 template <class Io, class PyIo, template <class> class Plan, class... More>
 auto bind_plan(py::module_& m, const char* name,
                std::optional<Plan<Io>> (*make)(const Stage&, const Io&, const More&...)) {
-  using Made = PyPlan<Plan<Io>, PyIo>;
+  using BoundPlan = PyPlan<Plan<Io>, PyIo>;
   m.def("plan",
         [make](std::shared_ptr<PyStage> stage, std::shared_ptr<PyIo> io,
-               const More&... more) -> std::optional<Made> {
+               const More&... more) -> std::optional<BoundPlan> {
           const auto plan = make(*stage, *io, more...);
           if (!plan) return {};
-          return Made{stage, io, *plan};
+          return BoundPlan{stage, io, *plan};
         });
-  return py::class_<Made>(m, name, py::module_local())
+  return py::class_<BoundPlan>(m, name, py::module_local())
       .def_property_readonly("workspace_bytes",
-                             [](const Made& made) { return made.plan.workspace_bytes; })
+                             [](const BoundPlan& bound) { return bound.plan.workspace_bytes; })
       .def(
           "run",
-          [](const Made& made, uintptr_t workspace) {
-            made.plan.run(reinterpret_cast<void*>(workspace));
+          [](const BoundPlan& bound, uintptr_t workspace) {
+            bound.plan.run(reinterpret_cast<void*>(workspace));
           },
           py::arg("workspace"), py::call_guard<py::gil_scoped_release>());
 }

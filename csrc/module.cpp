@@ -129,12 +129,12 @@ std::optional<Plan<Io>> plan(const Stage& stage, const Io& io) {
 
 template <class Io, class PyIo>
 void bind_pass(py::module_& m, const char* name) {
-  using Made = PyPlan<Plan<Io>, PyIo>;
+  using BoundPlan = PyPlan<Plan<Io>, PyIo>;
   bind_plan<Io, PyIo>(m, name, &plan<Io>)
       .def_property_readonly("instruction_set",
-                             [](const Made& made) { return made.plan.kernels.name; })
-      .def_property_readonly("crews", [](const Made& made) {
-        const Crews crews = made.plan.kernels.crews(*made.stage);
+                             [](const BoundPlan& bound) { return bound.plan.kernels.name; })
+      .def_property_readonly("crews", [](const BoundPlan& bound) {
+        const Crews crews = bound.plan.kernels.crews(*bound.stage);
         return py::make_tuple(crews.count, crews.threads_each);
       });
 }

@@ -12,9 +12,9 @@ namespace {
 
 template <class Io, class PyIo>
 void bind_pass(py::module_& m, const char* name) {
-  using Made = PyPlan<Plan<Io>, PyIo>;
-  bind_plan<Io, PyIo>(m, name, &plan).def_property_readonly("layout", [](const Made& made) {
-    const Launches& l = made.plan.launches;
+  using BoundPlan = PyPlan<Plan<Io>, PyIo>;
+  bind_plan<Io, PyIo>(m, name, &plan).def_property_readonly("layout", [](const BoundPlan& bound) {
+    const Launches& l = bound.plan.launches;
     return py::dict(py::arg("rows") = l.tiling.rows, py::arg("width") = l.tiling.width,
                     py::arg("chunk") = l.tiling.chunk, py::arg("shared") = l.shared,
                     py::arg("threads") = kThreads, py::arg("programs") = l.programs,
