@@ -8,7 +8,7 @@ from .info import lines
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m resode_kernels")
     commands = parser.add_subparsers(dest="command", required=True)
-    commands.add_parser("info", help='what was built, what runs here, and what "auto" picks')
+    commands.add_parser("info", help='which backends are built, which run here, what "auto" picks')
     parser.parse_args()
     print("\n".join(lines()))
 

@@ -1,5 +1,5 @@
-"""Checks of what users pass in. A failed check raises an exception that names the argument, what it
-was and what it takes."""
+"""Checks of users' arguments. A failed check raises an exception that names the argument, what was
+given and what is expected."""
 
 from __future__ import annotations
 
@@ -14,26 +14,27 @@ from .problem import ConvLayer
 DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 OPTIONAL = ("b1", "b2")
 
-# Names, tensors and the shapes they must have; the first parameter's last dimension is x's.
+# Name → tensor and the shape it must have. The first parameter's last dimension is that of x.
 Parameters = dict[str, tuple[Tensor | None, tuple[int, ...]]]
 
 Blocks = Sequence[nn.Module] | nn.Sequential | nn.ModuleList | nn.Module
 
 
 def block_list(blocks: Blocks, depth: int | None, options: Options) -> list[nn.Module]:
-    """The blocks, one by one. One alone serves every step."""
+    """The blocks as a list of modules. A single module serves every step."""
     if depth is not None and isinstance(blocks, nn.Sequential) and len(blocks) > 1:
         if len(blocks) == options.blocks(depth):
             raise ValueError(
-                f"blocks: with depth={depth} an nn.Sequential of {len(blocks)} could be that many "
-                "blocks or one, tied; write blocks without depth, or [blocks]"
+                f"blocks: an nn.Sequential of {len(blocks)} modules with depth={depth} could mean "
+                f"{len(blocks)} blocks or one tied block: leave out depth, or give [blocks] for "
+                "one tied block"
             )
         blocks = [blocks]
     if isinstance(blocks, nn.Sequential | nn.ModuleList | list | tuple):
         modules = list(blocks)
     elif isinstance(blocks, nn.Module):
         if depth is None:
-            raise ValueError("depth: blocks is one module; give the number of steps it serves")
+            raise ValueError("depth: blocks is one module; give the number of steps that it serves")
         modules = [blocks]
     else:
         raise TypeError(f"blocks must be a list of modules or one module, not {type(blocks)}")
@@ -84,7 +85,7 @@ def three_dimensions(name: str, weight: Tensor, expected: str) -> torch.Size:
 def rows(x: Tensor, dim: int, parameters: Parameters) -> None:
     if floating("x", x).dim() == 0 or x.shape[-1] != dim:
         raise ValueError(
-            f"x must have {dim} as its last dimension, as the parameters have, "
+            f"x must have {dim} as its last dimension, like the parameters, "
             f"but has the shape {list(x.shape)}"
         )
     dtype = None
@@ -100,18 +101,20 @@ def rows(x: Tensor, dim: int, parameters: Parameters) -> None:
 
 
 def kind(name: str, tensor: Tensor, x: Tensor, dtype: torch.dtype | None) -> torch.dtype:
-    """Dtype and device; returns the dtype that all parameters must share."""
+    """Checks dtype and device. Returns the dtype that all parameters must share."""
     dtype = dtype or tensor.dtype
     if tensor.dtype not in DTYPES or tensor.dtype != dtype:
         raise TypeError(
-            f"{name} is {tensor.dtype}; the parameters must share one floating-point dtype"
+            f"{name} is {tensor.dtype}; all parameters must share one floating-point dtype"
         )
     if (tensor.dtype == torch.float64) != (x.dtype == torch.float64):
         raise TypeError(
-            f"{name} is {tensor.dtype} and x is {x.dtype}: float64 does not mix with others"
+            f"{name} is {tensor.dtype} and x is {x.dtype}: if one is float64, both must be"
         )
     if tensor.device != x.device:
-        raise ValueError(f"{name} is on {tensor.device}, but x is on {x.device}")
+        raise ValueError(
+            f"{name} is on {tensor.device}, but x is on {x.device}; move both to one device"
+        )
     return dtype
 
 
@@ -133,19 +136,20 @@ def images(x: Tensor, blocks: Sequence[Sequence[tuple[Tensor | None, ...]]]) -> 
                 name = f"{what} of block {n}, layer {i + 1}"
                 if tuple(tensor.shape) != shape or size not in (1, 3):
                     raise ValueError(
-                        f"{name} must have the shape {list(shape)} (size 1 or 3), as x and the "
-                        f"layers before demand, not {list(tensor.shape)}"
+                        f"{name} must have the shape {list(shape)} (size 1 or 3) to match x and "
+                        f"the layers before it, not {list(tensor.shape)}"
                     )
                 dtype = kind(name, tensor, x, dtype)
             if (layer[3] is None) != (layer[4] is None):
                 raise ValueError(f"block {n}, layer {i + 1}: give both mean and variance, or none")
             if layer[3] is None and x.shape[0] * x.shape[2] * x.shape[3] < 2:
                 raise ValueError(
-                    "x must have more than one value per channel to normalize by its batch, "
+                    "x must have more than one value per channel to be normalized by its batch, "
                     f"but has the shape {list(x.shape)}"
                 )
             channels = out
         if channels != x.shape[1]:
             raise ValueError(
-                f"block {n} makes {channels} channels of {x.shape[1]}; it must keep their number"
+                f"block {n} returns {channels} channels for {x.shape[1]} channels of x; a block "
+                "must keep their number"
             )

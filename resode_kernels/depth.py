@@ -1,19 +1,18 @@
 """The paper's training strategy: train with tied weights, transfer deeper, untie, refine.
 
-    stage = rk.MLPStage(64, 64, depth=4, tied=True)       # … train; short and with few parameters
-    stage = rk.deepen(stage, 64)                          # hardly another function, 16 × the steps
+    stage = rk.MLPStage(64, 64, depth=4, tied=True)       # train: few steps, few parameters
+    stage = rk.deepen(stage, 64)                          # almost the same function, 16 × the steps
     stage = rk.untie(stage)                               # the same function, 64 × the parameters
-    optimizer = torch.optim.SGD(stage.parameters(), 1e-3) # … refine, in constant memory
+    optimizer = torch.optim.SGD(stage.parameters(), 1e-3) # refine, in constant memory
 
-Both return a new stage and leave the given one as it is. The two share no memory, and the new
-parameters have no gradients yet: **make the optimizer anew**, the old one knows the old parameters.
-The new stage is of the same class, on the same device, with the same dtypes, options,
-train/eval modes, module hooks (those of single tensors are not copied) and frozen parameters.
+``deepen`` and ``untie`` return a new stage and leave the given one as it is. The two share no
+memory, and the new parameters have no gradients yet. **Make a new optimizer**: the old one holds
+the old parameters. The new stage has the same class, device, dtypes, options, train/eval modes,
+module hooks and frozen parameters. Hooks of single tensors are not copied.
 
-Its ``state_dict`` has the keys and shapes of a stage that is made with its depth and ``tied``, and
-loads into one. Parameters that are stacked get another first dimension (``w1 [blocks, hidden,
-dim]``: 1 if tied, else depth, Heun depth + 1); a stage of modules has the keys ``blocks.0.…`` if
-tied, else one such group per block.
+Its ``state_dict`` loads into a stage that is made with the new ``depth`` and ``tied``. Stacked
+parameters get another first dimension (``w1 [blocks, hidden, dim]``: 1 if tied, else depth, Heun
+depth + 1). A stage of modules has the keys ``blocks.0.…`` if tied, else one such group per block.
 """
 
 from __future__ import annotations
@@ -34,27 +33,27 @@ AnyStage = TypeVar("AnyStage", bound=Stage)
 
 
 def deepen(stage: AnyStage, depth: int, *, interpolation: str = "nearest") -> AnyStage:
-    """The stage with ``depth`` steps, more or fewer, over the same time N h.
+    """A copy of the stage with ``depth`` steps, more or fewer, over the same time N h.
 
     h = 1/N becomes 1/depth; an explicit ``step=h`` becomes h N / depth. Other options stay, and
     ``anchor_every`` still counts steps.
 
-    A tied stage keeps its weights, and its output changes by O(1/N), with Heun O(1/N²). In an
-    untied one block n stands for a place s in [0, 1]: Euler's for the middle of its step,
-    s = (n + ½)/N, Heun's for the border of two steps, s = n/N. A new block gets, by its own place,
+    A tied stage keeps its weights; its output changes by O(1/N), with Heun by O(1/N²). In an untied
+    stage block n has a position s in [0, 1]: with Euler the middle of its step, s = (n + ½)/N, with
+    Heun the border of two steps, s = n/N. A new block is made from the old blocks at its position:
 
     interpolation  ``"nearest"``: a copy of the nearest block (the later of two equally near ones).
-                   Euler to k times the depth: every block k times
-                   ``"linear"``: parameters, and buffers of floating point (running statistics),
-                   linear in s between two neighbours; beyond the outer ones, as those are.
-                   Everything else is the nearest block's, whether a parameter is frozen, too. The
-                   blocks must be of the same structure
+                   With Euler and k times the depth, every block is copied k times
+                   ``"linear"``: parameters and floating-point buffers (running statistics) are
+                   linear in s between two neighbours, and constant beyond the outermost blocks.
+                   Everything else is copied from the nearest block, also whether a parameter is
+                   frozen. The blocks must have the same structure
 
-    Linear interpolation makes neighbours more alike the deeper the stage becomes, which is what
-    Heun's scheme and ``reverse="predicted"`` profit from; copies keep the jumps between them. With
-    Euler, to k times the depth, both keep the mean of the weights over the depth, and so the
-    function up to effects of second order in them. Blocks that shared modules or parameters get
-    each its own. See the module ``depth`` for what is kept, and for optimizers.
+    Linear interpolation makes neighbouring blocks more alike the deeper the stage becomes. Heun's
+    scheme and ``reverse="predicted"`` profit from that; copies keep the jumps between blocks. With
+    Euler and k times the depth, both keep the mean of the weights over the depth, and therefore the
+    function up to effects of second order in the weights. Blocks that shared modules or parameters
+    get their own. The docstring of the module ``depth`` says what is kept and what optimizers need.
     """
     _check(stage)
     positive_int("depth", depth)
@@ -72,12 +71,12 @@ def untie(stage: AnyStage) -> AnyStage:
     """The same stage with a copy of the block for every step, one more with Heun.
 
     It computes the same function, bit by bit, in train and in eval mode; the gradients of its
-    blocks add up to the tied one's. Running statistics are copied, and from then on each block
-    has its own: those of a tied block are one average, which moves at every step and so has more of
-    the last ones.
+    blocks add up to the gradient of the tied block. Running statistics are copied; from then on
+    each block updates its own. (A tied block has one running average. It moves at every step, so
+    that the last steps weigh most.)
 
-    Of an untied stage it is a copy, in which blocks that shared modules or parameters no longer do.
-    See the module ``depth`` for what is kept, and for optimizers.
+    An untied stage is copied; blocks that shared modules or parameters get their own. The docstring
+    of the module ``depth`` says what is kept and what optimizers need.
     """
     _check(stage)
     blocks = stage.options.blocks(stage.depth)
@@ -89,12 +88,12 @@ def _check(stage: object) -> None:
     if not isinstance(stage, Stage):
         raise TypeError(
             f"stage must be a stage of resode_kernels, not a {type(stage).__name__}; "
-            "of a model, put the new stage in the place of the old one"
+            "give the stage inside your model, and replace it there by the result"
         )
 
 
 def _places(options: Options, old: int, new: int) -> list[Fraction]:
-    """Where the blocks of a stage of ``new`` steps are among those of one of ``old``."""
+    """The positions of the blocks of ``new`` steps among the blocks of ``old`` steps."""
     offset = HALF if options.scheme == "euler" else Fraction(0)
     last = options.blocks(old) - 1
     places = ((n + offset) * old / new - offset for n in range(options.blocks(new)))

@@ -1,5 +1,5 @@
-"""Stages as functions of their input and parameters. All of them take the keywords of
-``resode_kernels.StageOptions``."""
+"""Stages as functions of their input and parameters. All of them take the options
+``resode_kernels.StageOptions`` as keywords."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .replay import function
 from .states import State, parts
 
 ACTIVATIONS = tuple(reference.ACTIVATIONS)
-"""σ: "gelu" is the exact one, by the error function."""
+"""The activations σ. "gelu" is the exact gelu, not its tanh approximation."""
 
 
 def mlp_stage(
@@ -38,8 +38,8 @@ def mlp_stage(
     w1, b1      [blocks, hidden, dim], [blocks, hidden] or None
     w2, b2      [blocks, dim, hidden], [blocks, dim] or None
     activation  σ, one of ``functional.ACTIVATIONS``
-    depth       the number of steps N. None: from the number of blocks. Given with one block, the
-                block is tied: it serves every step
+    depth       the number of steps N. None: N follows from the number of blocks. If depth is given
+                with one block, the block is tied: it serves every step
     returns     [..., dim], in x's dtype
     """
     choice("activation", activation, ACTIVATIONS)
@@ -105,15 +105,15 @@ def residual_stage(
 ) -> State:
     """Residual steps whose f is any module: x + h block(x, *args, **kwargs).
 
-    blocks   modules computing f (not x + f), one per step, with ``scheme="heun"`` one more
-    x        a tensor, or a tuple of tensors; then f returns a tuple of the same shapes
-    args     go to every block, as do keywords that are not ``StageOptions``. Tensors among them
-             (in lists and dicts too) get their gradients
-    depth    the number of steps, given with one block: it is tied, and serves every step
+    blocks   modules that compute f (not x + f), one per step, with ``scheme="heun"`` one more
+    x        a tensor, or a tuple of tensors; f then returns a tuple of the same shapes
+    args     passed to every block, like the keywords that are not ``StageOptions``. Tensors among
+             them, also in lists and dicts, receive gradients
+    depth    the number of steps, if there is one block. The block is tied: it serves every step
     returns  as x
 
-    A block's own keyword that has the name of an option (``step``, ``order``) cannot be passed this
-    way; ``ResidualStage`` takes its options earlier and passes every keyword on.
+    A keyword of a block that has the name of an option (``step``, ``order``) cannot be passed this
+    way. Use ``ResidualStage``: it takes options when it is made and passes every keyword on.
     """
     own = {key: kwargs.pop(key) for key in Options.names() if key in kwargs}
     options = Options.of(own)
@@ -123,7 +123,7 @@ def residual_stage(
         if taken:
             raise TypeError(
                 f"{min(taken)} is an option of the stage and an argument of block {n} "
-                f"({type(module).__name__}): use ResidualStage, which takes its options apart"
+                f"({type(module).__name__}): use ResidualStage, which takes options when it is made"
             )
     return run_residual(
         modules, x, args, kwargs, checks.steps(depth, len(modules), options), options
@@ -184,8 +184,8 @@ def run_conv(
     depth: int | None,
     options: Options,
 ) -> tuple[Tensor, Tensor]:
-    """The result and the statistics of the batch (``Problem.statistics``). A block is a list of
-    layers, each with the fields of ``ConvLayer``, not stacked."""
+    """x[N] and the batch statistics (``Problem.statistics``). A block is a list of layers, whose
+    fields are those of ``ConvLayer``, not stacked."""
     checks.images(x, blocks)
     method = options.method(checks.steps(depth, len(blocks), options))
     parameters = tuple(tensor for block in blocks for layer in block for tensor in layer)
@@ -212,6 +212,6 @@ def _run(
     method = options.method(checks.steps(depth, blocks, options))
     backend = backends.choose(options.backend, x.device, x.dtype)
     problem = Problem(block, activation, tuple(tensors), method)
-    if x.dim() == 2:  # a reshape, even to the same shape, is two nodes of the graph
+    if x.dim() == 2:  # even a reshape to the same shape would add two nodes to the graph
         return autograd.run(x, problem, backend)[0]
     return autograd.run(x.reshape(-1, dim), problem, backend)[0].reshape(x.shape)

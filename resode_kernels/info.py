@@ -1,4 +1,4 @@
-"""``python -m resode_kernels info``: what was built, what runs here, what "auto" picks and why."""
+"""``python -m resode_kernels info``: what is built, what runs here, what "auto" picks and why."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from . import __version__, backends
 from .backends import cpp, cuda, native, triton
 
-NO_GPU = "nothing here: there is no GPU that torch can use"
+NO_GPU = "none: torch finds no GPU"
 
 
 def lines() -> list[str]:
@@ -29,7 +29,7 @@ def lines() -> list[str]:
         *(line for device_type in device_types for line in _backends(device_type)),
         "",
         "Stages",
-        "  ConvStage, LinearStage, MLPStage   run in the backend that is picked",
+        "  ConvStage, LinearStage, MLPStage   run in the chosen backend",
         "  ResidualStage                      runs its blocks in PyTorch, on any device",
     ]
 
@@ -53,7 +53,7 @@ def _instruction_set() -> str:
         return f"{cpp._C.selected()} (RESODE_ISA)"
     *narrower, widest = cpp._C.supported()
     return f"auto: {widest}" + (
-        ", and a narrower one for stages that would not fill its vectors (RESODE_ISA sets one)"
+        "; a narrower set for stages too narrow for its vectors (RESODE_ISA selects one set)"
         if narrower
         else ""
     )
@@ -64,7 +64,7 @@ def _cuda() -> list[str]:
     if reason is not None:
         return [f"  not available: {reason}"]
     if cuda.emulated():
-        return ["  emulated           on the CPU, for tests, slowly"]
+        return ["  runs on            the CPU, emulated for tests (slow)"]
     architectures = cuda.architectures()
     gpus = [_gpu(index) for index in range(torch.cuda.device_count())]
     return [
@@ -72,19 +72,19 @@ def _cuda() -> list[str]:
         "  architectures      "
         + ", ".join(f"sm_{name}" for name in architectures)
         + f"; PTX for GPUs newer than sm_{min(map(int, architectures))}",
-        f"  run on             {', '.join(gpus) or NO_GPU}",
+        f"  GPUs               {', '.join(gpus) or NO_GPU}",
     ]
 
 
 def _gpu(index: int) -> str:
-    """A GPU, and whether the CUDA kernels serve it."""
+    """The name of a GPU, and whether the CUDA kernels run on it."""
     name, capability = torch.cuda.get_device_name(index), torch.cuda.get_device_capability(index)
     if torch.version.hip:
-        return f"not on {name} (AMD's)"
+        return f"{name} (AMD, not supported)"
     number = "".join(map(str, capability))
     if not cuda.serves(capability):
-        return f"not on {name} (sm_{number})"
-    code = "" if number in cuda.architectures() else ", by code for an older one"
+        return f"{name} (sm_{number}, not supported)"
+    code = "" if number in cuda.architectures() else ", supported by code for an older GPU"
     return f"{name} (sm_{number}{code})"
 
 
@@ -94,10 +94,10 @@ def _triton() -> list[str]:
         return [f"  not available: {reason}"]
     gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     if triton.interpreted():
-        runs = "the CPU, by Triton's interpreter (TRITON_INTERPRET), slowly"
+        runs = "the CPU, in Triton's interpreter because TRITON_INTERPRET is set (slow)"
     else:
         runs = ", ".join(gpus) or NO_GPU
-    return [f"  Triton             {triton.installed()}", f"  runs on            {runs}"]
+    return [f"  version            {triton.installed()}", f"  runs on            {runs}"]
 
 
 def _backends(device_type: str) -> list[str]:

@@ -1,8 +1,7 @@
-"""Tensors and modules at a place between two blocks.
+"""Interpolation of tensors and modules between two blocks.
 
-A position counts blocks: 2 is block 2, and 2 + ¼ is a quarter of the way from there to block 3.
-Positions are fractions, so that a place on a block is known to be one and gives that block, bit by
-bit.
+A position counts blocks: 2 is block 2, and 2 + ¼ is a quarter of the way from block 2 to block 3.
+Positions are exact fractions, so that the position of a block gives that block bit by bit.
 """
 
 from __future__ import annotations
@@ -20,14 +19,14 @@ HALF = Fraction(1, 2)
 
 
 def nearest(position: Fraction) -> int:
-    """In the middle between two blocks, the later one."""
+    """The nearest block; in the middle between two blocks, the later one."""
     return math.floor(position + HALF)
 
 
 @torch.no_grad()
 def tensor_at(tensors: Sequence[Tensor] | Tensor, position: Fraction) -> Tensor:
-    """A new tensor, linear between two neighbours. What has no numbers in between (counters, masks)
-    is that of the nearest one."""
+    """A new tensor, linear between two neighbours. Integers and booleans (counters, masks) are
+    those of the nearest block."""
     n, weight = math.floor(position), float(position % 1)
     if weight == 0 or not (tensors[n].is_floating_point() or tensors[n].is_complex()):
         return tensors[nearest(position)].clone()
@@ -45,8 +44,8 @@ def module_at(modules: Sequence[nn.Module] | nn.ModuleList, position: Fraction) 
             raise ValueError(
                 f"blocks {n} ({type(modules[n]).__name__}) and {n + 1} "
                 f"({type(modules[n + 1]).__name__}) differ in their modules or in the shapes of "
-                "their tensors, and there is nothing in between; interpolation='nearest' takes one "
-                "of them"
+                "their tensors and cannot be interpolated; interpolation='nearest' copies one of "
+                "them"
             )
         for name, tensor in _tensors(result).items():
             tensor.copy_(tensor_at([tensors[name] for tensors in neighbours], position % 1))
@@ -58,7 +57,7 @@ def _tensors(module: nn.Module) -> dict[str, Tensor]:
 
 
 def _structure(module: nn.Module) -> object:
-    """What two modules must share to have anything in between."""
+    """What two modules must have in common to be interpolated."""
     modules = {name: type(part) for name, part in module.named_modules()}
     tensors = {name: (t.shape, t.dtype, t.device) for name, t in _tensors(module).items()}
     return modules, tensors

@@ -12,17 +12,17 @@ from .options import StageOptions, choice, positive_int
 from .stages.conv import WINDOWS, ConvBlock, ConvStage
 
 EXPANSION = {"basic": 1, "bottleneck": 4}
-"""Channels between blocks, relative to those inside."""
+"""The number of channels between blocks divided by the number inside a block."""
 
 
 class SimpleResNet(nn.Module):
     """The network of the paper's section 5.2: a 5 × 5 convolution, batch norm and relu, one stage
     of ``depth`` basic blocks, the mean over all pixels, a linear layer.
 
-    stride, padding  of the convolution; 3 and 0 bring 32 × 32 pixels down to 10 × 10
+    stride, padding  of the first convolution; 3 and 0 reduce 32 × 32 pixels to 10 × 10
     zero_init        f = 0 at first: the last batch norm's weight of every block starts at zero
     tied             one block for all steps
-    options          of the stage, see ``rk.StageOptions``
+    options          the options of the stage, see ``rk.StageOptions``
 
     ``model(x)`` takes [images, in_channels, height, width] and returns [images, classes].
     """
@@ -54,15 +54,15 @@ class ResNet(nn.Module):
     """He et al.'s network with pre-activation blocks and the step 1/N in each of its layers
     (appendix C of the paper).
 
-    layers        blocks of each layer, two at least. Inside the blocks of the first there are
-                  ``width`` channels; each of the others has twice as many and images of half the
-                  size
+    layers        the number of blocks of each layer, at least 2. The blocks of the first layer have
+                  ``width`` channels inside. Every further layer doubles the number of channels and
+                  halves the size of the images
     block         ``"bottleneck"`` or ``"basic"``
     small_images  a 3 × 3 convolution as stem, for CIFAR and smaller; otherwise 7 × 7 with stride 2
                   and a pooling
     tied          the blocks of a stage share their weights
-    options       of every stage, see ``rk.StageOptions``; ``step=1.0`` is the classical x + f(x).
-                  For one stage alone: ``model.layer3.stage.configure(backward="stored")``
+    options       the options of every stage, see ``rk.StageOptions``; ``step=1.0`` is the classical
+                  x + f(x). To change one stage: ``model.layer3.stage.configure(backward="stored")``
 
     ``model(x)`` takes [images, in_channels, height, width] and returns [images, classes].
     """
@@ -110,9 +110,9 @@ class ResNet(nn.Module):
 
 
 class Layer(nn.Module):
-    """``blocks`` residual blocks. The first changes the shape of x and is no step of an ODE: it is
-    s(x) + f(x) with a projection s. The others are a stage of N = ``blocks`` − 1 steps, with
-    h = 1/N unless ``options`` have another step, as in the authors' code."""
+    """``blocks`` residual blocks. The first changes the shape of x and is not a residual step: it
+    computes s(x) + f(x) with a projection s. The others are a stage of N = ``blocks`` − 1 steps,
+    with h = 1/N unless ``options`` set another step, as in the authors' code."""
 
     def __init__(
         self,
@@ -127,7 +127,9 @@ class Layer(nn.Module):
         super().__init__()
         positive_int("blocks of a layer", blocks)
         if blocks == 1:
-            raise ValueError("blocks of a layer must be at least 2 (the first is no step), not 1")
+            raise ValueError(
+                "blocks of a layer must be at least 2 (the first is not a step), not 1"
+            )
         outputs = hidden * EXPANSION[block]
         self.shortcut = nn.Sequential(
             nn.Conv2d(channels, outputs, 1, stride, bias=False), nn.BatchNorm2d(outputs)

@@ -1,14 +1,14 @@
-"""Detects reconstructions that are not finite and reports them: never silently.
+"""Detects reconstructed states that are not finite, and raises an error or warns.
 
 The reverse pass takes the VJP of step n at a point p, its reconstruction of x[n]. If the steps
 change the state too much, reconstruction errors grow from step to step until p overflows. The
-gradients need not show it (at infinity tanh has the slope 0), and neither need the state that
-follows (with a relu, x − h φ(−∞) is finite again). So every point p is checked.
+gradients need not show it (tanh has the slope 0 at infinity), and neither does the next state (with
+a relu, x − h φ(−∞) is finite again). Therefore every point p is checked.
 
-Every reverse pass reports the largest n whose p has an entry that is not finite: the first one that
-it came to. Two cases are not errors of the reconstruction: a cotangent that is infinite (loss
-scaling), and an x[N] that was not finite after the forward pass (standard backprop would do no
-better).
+A reverse pass reports the largest n whose p has an entry that is not finite, which is the first one
+it reaches. Two cases are not reported, because the reconstruction is not their cause: an infinite
+cotangent (loss scaling), and an x[N] that was not finite after the forward pass (standard backprop
+would fail as well).
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ class NonFiniteReconstructionWarning(RuntimeWarning):
 
 
 def is_checked(method: Method, state: State) -> bool:
-    """Whether a reverse pass checks its points. Not while a CUDA graph is captured: reading the
-    result would wait for the GPU."""
+    """Whether a reverse pass checks its points. It does not while a CUDA graph is captured, because
+    reading the result waits for the GPU."""
     return method.nonfinite != "ignore" and not any(
         part.is_meta or (part.is_cuda and torch.cuda.is_current_stream_capturing())
         for part in parts(state)
@@ -41,13 +41,13 @@ def is_checked(method: Method, state: State) -> bool:
 
 
 def new_flag(device: torch.device) -> Tensor:
-    """Where kernels report: an int32, raised to every n whose point is not finite; −1: none yet."""
+    """An int32 that kernels raise to the largest n whose point is not finite; −1: none so far."""
     return torch.full((1,), -1, dtype=torch.int32, device=device)
 
 
 class Extremes:
-    """The smallest and the largest number in the point of every step; NaN if it has one. ``watch``
-    is for ``reference.adjoint``. Only ``last`` waits for a GPU."""
+    """The smallest and the largest entry of every step's point; NaN if the point has one. ``watch``
+    is an argument of ``reference.adjoint``. Only ``last`` waits for a GPU."""
 
     def __init__(self, steps: int, state: State) -> None:
         self.of = [part.new_zeros(2, steps) for part in parts(state)]
@@ -64,18 +64,18 @@ class Extremes:
 
 
 def report(method: Method, n: int, end: State) -> None:
-    """Raises or warns, as the method says: the reconstruction of x[n] is not finite, in a reverse
-    pass that began at x[N] = ``end``. Does nothing if n is −1 or ``end`` itself is not finite."""
+    """Raises or warns, as ``method.nonfinite`` says, that the reconstruction of x[n] is not finite.
+    Does nothing if n is −1, or if x[N] = ``end`` is not finite either."""
     if n < 0 or not all(bool(part.isfinite().all()) for part in parts(end)):
         return
     order = f", order={method.order}" if method.reverse_rule != "paper" else ""
     message = (
-        f"the reconstruction of the state x[{n}], in a stage of N = {method.steps} steps, is not "
-        "finite, and the gradients are useless. The steps h f with h = "
-        f"{method.step:.3g} change the state too much for reverse={method.reverse_rule!r}{order}. "
-        "Use rk.tune(stage, x), which looks for options that work; or anchor_every=k, a higher "
-        "order or a smaller step; or backward='checkpoint', which is exact. (nonfinite='warn' or "
-        "'ignore' turns this error into a warning or off.)"
+        f"the reconstruction of the state x[{n}] of a stage of N = {method.steps} steps is not "
+        f"finite, so the gradients are wrong. The updates h f, h = {method.step:.3g}, change the "
+        f"state too much for reverse={method.reverse_rule!r}{order}. Call rk.tune(stage, x), which "
+        "looks for options that work; or set anchor_every=k, a higher order or a smaller step; or "
+        "set backward='checkpoint', which is exact. (nonfinite='warn' turns this error into a "
+        "warning, nonfinite='ignore' turns the check off.)"
     )
     if method.nonfinite == "raise":
         raise NonFiniteReconstructionError(message)

@@ -96,7 +96,7 @@ class Options:
 
     @classmethod
     def of(cls, keywords: Mapping[str, Any]) -> Options:
-        """From what a user has passed; refuses unknown names."""
+        """The options from a user's keywords. Raises TypeError for an unknown name."""
         unknown = sorted(set(keywords) - set(cls.names()))
         if unknown:
             raise TypeError(
@@ -106,7 +106,7 @@ class Options:
 
     @property
     def resolved_order(self) -> int:
-        """The order, or the default of the reverse rule."""
+        """``order``, or the default of the reverse rule if it is None."""
         return self.order or ORDERS[self.reverse].default
 
     def blocks(self, depth: int) -> int:
@@ -133,28 +133,28 @@ class Options:
 
 
 class Method(NamedTuple):
-    """How a stage of a certain depth runs, as backends are told."""
+    """How a stage of a certain depth runs. Backends receive it as a part of the problem."""
 
     scheme: str
     steps: int
-    """N."""
+    """The number of steps N."""
     step: float
-    """h."""
+    """The number h."""
     reverse_rule: str
-    """That of the options, or ``"exact"``: nothing is reconstructed."""
+    """The option ``reverse``, or ``"exact"`` if no state is reconstructed."""
     order: int
     anchor_every: int
-    """k: the forward pass keeps the states x[k], x[2k], … as anchors; 0: it keeps none."""
+    """k: the forward pass stores the states x[k], x[2k], … as anchors; 0: it stores none."""
     nonfinite: str
-    """What to do when a reconstruction is not finite; ``"ignore"``: do not check."""
+    """What to do when a reconstructed state is not finite; ``"ignore"``: do not check."""
 
 
 StageClass = TypeVar("StageClass", bound=type)
 
 
 def documents_options(stage: StageClass) -> StageClass:
-    """Class decorator: ``help(stage)`` shows the options, which are written down once."""
-    if stage.__doc__ and StageOptions.__doc__:  # python -OO has none
+    """Class decorator: appends the list of options to the docstring of a stage."""
+    if stage.__doc__ and StageOptions.__doc__:  # python -OO removes docstrings
         stage.__doc__ = f"{stage.__doc__.rstrip()}\n\n    {StageOptions.__doc__}"
     return stage
 

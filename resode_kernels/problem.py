@@ -16,7 +16,7 @@ class ConvLayer(NamedTuple):
 
     weight          [blocks, out, in, size, size], size 1 or 3
     gamma, beta     [blocks, out] or None
-    mean, variance  [blocks, out] to normalize by; None: those of the batch
+    mean, variance  [blocks, out] to normalize by; None: normalize by the batch
     """
 
     weight: Tensor
@@ -33,17 +33,17 @@ class Problem(NamedTuple):
     block: str
     """``"mlp"``, ``"linear"`` or ``"conv"``."""
     activation: str
-    """``"identity"`` for blocks without one."""
+    """σ; ``"identity"`` for blocks without an activation."""
     parameters: tuple[Tensor | None, ...]
-    """mlp: w1, b1, w2, b2; linear: weight; each stacked over blocks, one block only if tied.
-    conv: for every block (one only if tied), for each of its layers: the convolution's weight
-    [out, in, size, size] and the normalization's weight, bias, mean and variance. Without mean and
-    variance a layer normalizes by its batch."""
+    """mlp: w1, b1, w2, b2, stacked over blocks. linear: weight, stacked over blocks.
+    conv: for every block and each of its layers the convolution's weight [out, in, size, size] and
+    the normalization's weight, bias, mean and variance. A layer whose mean and variance are None
+    normalizes by its batch. A tied stage has one block."""
     method: Method
     layers: int = 0
-    """conv: layers of a block."""
+    """conv: the number of layers of a block."""
     epsilon: float = 0.0
-    """conv: of batch normalization."""
+    """conv: ε of batch normalization."""
 
     @property
     def tied(self) -> bool:
@@ -60,7 +60,7 @@ class Problem(NamedTuple):
 
     @property
     def convolutions(self) -> list[tuple[int, int, int]]:
-        """conv: of each layer of a block, channels in, channels out, size of the window."""
+        """conv: channels in, channels out and window size of each layer of a block."""
         shapes = []
         for weight, *_ in self.layers_of(0):
             assert weight is not None
@@ -69,18 +69,18 @@ class Problem(NamedTuple):
 
     @property
     def evaluations(self) -> int:
-        """Evaluations of blocks in the forward pass."""
+        """The number of evaluations in the forward pass."""
         return self.method.steps * (2 if self.method.scheme == "heun" else 1)
 
     @property
     def statistics(self) -> tuple[int, int]:
         """The shape of the batch statistics that the forward pass returns: for every evaluation,
-        the mean and the unbiased variance of every channel of every layer. Only conv has any."""
+        the mean and the unbiased variance of every channel of every layer. Empty unless conv."""
         return self.evaluations, sum(2 * out for _, out, _ in self.convolutions)
 
     @property
     def blocks(self) -> int:
-        """How many blocks the steps use."""
+        """The number of blocks that the steps use."""
         return self.method.steps + (1 if self.method.scheme == "heun" else 0)
 
     @property
@@ -89,7 +89,7 @@ class Problem(NamedTuple):
         return (self.method.steps - 1) // anchor_every if anchor_every else 0
 
     def flat(self) -> tuple[Any, ...]:
-        """The fields as ``torch.library`` takes them: those of the method in its place."""
+        """The fields as ``torch.library`` takes them: ``method`` is replaced by its fields."""
         return (*self[:_METHOD], *self.method, *self[_METHOD + 1 :])
 
     @staticmethod
@@ -109,7 +109,7 @@ _SCHEMA_TYPES: dict[Any, str] = {
 
 
 def schema() -> str:
-    """``Problem.flat()`` in the language of ``torch.library`` schemas."""
+    """The arguments ``Problem.flat()`` as a ``torch.library`` schema."""
     hints = list(get_type_hints(Problem).items())
     hints[_METHOD : _METHOD + 1] = get_type_hints(Method).items()
     return ", ".join(f"{_SCHEMA_TYPES[kind]} {name}" for name, kind in hints)

@@ -1,11 +1,11 @@
-"""The mathematics of the package in plain PyTorch: the specification of every kernel, and the
-engine that runs stages of arbitrary modules.
+"""The mathematics of the package in plain PyTorch: the specification of every kernel, and the code
+that runs stages of arbitrary modules.
 
-A stage makes N steps  x[n+1] = x[n] + h φ_n(x[n]).  The way back starts at x[N] with the cotangent
-g = ∂L/∂x[N]; at each step a rule chooses a point p, takes the step's vector-Jacobian product (VJP)
-there, and moves the state back by the evaluation that the VJP made. Nothing below knows what a
-block computes: a block is any object with ``f`` and ``linearize``, and states are tensors, tuples
-of tensors, or anything else with ``+`` and ``*``.
+A stage makes N steps  x[n+1] = x[n] + h φ_n(x[n]).  The reverse pass starts at x[N] with the
+cotangent g = ∂L/∂x[N]. At each step the reverse rule chooses a point p, takes the step's
+vector-Jacobian product (VJP) there, and reconstructs the state before the step. Nothing here
+depends on what a block computes: a block is any object with ``f`` and ``linearize``. States are
+tensors, tuples of tensors, or anything else with ``+`` and ``*``.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from torch.nn.grad import conv2d_input, conv2d_weight
 # ---------------------------------------------------------------------------------------- states
 
 
-Combine = Callable[..., Any]  # x, (a_1, y_1), (a_2, y_2), … to x + Σ a_i y_i
+Combine = Callable[..., Any]  # (x, (a_1, y_1), (a_2, y_2), …) → x + Σ a_i y_i
 
 
 def on_states(weighted_sum: Callable[[Sequence[Any], Sequence[Any]], Any]) -> Combine:
-    """x + Σ a_i y_i by a function that knows Σ a_i y_i of tensors. Of tuples it is taken entry by
-    entry; None, for x or a y_i or in one, stands for zero."""
+    """x + Σ a_i y_i for states, by a function that computes Σ a_i y_i for tensors. Tuples are added
+    entry by entry. None stands for zero, as x, as a y_i or as an entry of a tuple."""
 
     def combine(x: Any, *terms: tuple[float, Any]) -> Any:
         present = [(a, y) for a, y in ((1, x), *terms) if y is not None]
@@ -45,7 +45,7 @@ def on_states(weighted_sum: Callable[[Sequence[Any], Sequence[Any]], Any]) -> Co
 
 @on_states
 def combine(a: Sequence[float], y: Sequence[Any]) -> Any:
-    """In plain PyTorch, or of anything else with ``+`` and ``*``: a pass over memory per term."""
+    """x + Σ a_i y_i with ``+`` and ``*``: one pass over memory per term."""
     total = y[0] if a[0] == 1 else a[0] * y[0]
     for b, z in zip(a[1:], y[1:], strict=True):
         total = torch.add(total, z, alpha=b) if isinstance(total, Tensor) else total + b * z
@@ -60,8 +60,8 @@ Pullback = Callable[[Any], tuple[Any, tuple[Any, ...]]]
 class Block:
     """A residual function f and its parameters θ.
 
-    ``k`` numbers the evaluations that the forward pass makes. On the way back it says which of them
-    is being repeated: a block that draws random numbers draws those of evaluation k again.
+    ``k`` is the number of an evaluation, counted through the forward pass. In the reverse pass it
+    names the evaluation that is repeated, so that a block can draw the same random numbers again.
     """
 
     def f(self, x: Any, k: int) -> Any:
@@ -69,16 +69,16 @@ class Block:
         raise NotImplementedError
 
     def linearize(self, x: Any, k: int, wrt_x: bool = True) -> tuple[Any, Pullback]:
-        """f(x), and the map from g to ∂_x f(x)ᵀ g (None unless ``wrt_x``) and every ∂_θ f(x)ᵀ g."""
+        """f(x), and its pullback: g → ∂_x f(x)ᵀ g (None unless ``wrt_x``), every ∂_θ f(x)ᵀ g."""
         raise NotImplementedError
 
     def repeats(self, k: int, j: int) -> bool:
-        """Whether evaluations k and j are of the same function."""
+        """Whether evaluations k and j compute the same function."""
         return True
 
 
 class MLP(Block):
-    """f(x) = W2 σ(W1 x + b1) + b2, with the rows of a matrix as x."""
+    """f(x) = W2 σ(W1 x + b1) + b2 for every row x of a matrix."""
 
     def __init__(
         self, activation: str, w1: Tensor, b1: Tensor | None, w2: Tensor, b2: Tensor | None
@@ -139,9 +139,9 @@ class Function(Block):
 class Conv(Block):
     """f(x) = u_L with u_0 = x and u_l = bn_l(W_l ∗ σ(u_{l−1})).
 
-    A layer is W, γ, β, mean and variance of its channels; without the last two it normalizes by its
-    batch, and the mean and the unbiased variance of every layer in evaluation k of the forward pass
-    go to ``statistics[k]``, if given.
+    A layer is W, γ, β, mean and variance, the last four with one number per channel. A layer whose
+    mean and variance are None normalizes by its batch. If ``statistics`` is given, evaluation k of
+    the forward pass writes the batch's mean and unbiased variance to ``statistics[k]``.
     """
 
     def __init__(
@@ -169,7 +169,7 @@ class Conv(Block):
         return x
 
     def note(self, k: int, moments: Sequence[tuple[Tensor, Tensor] | None]) -> None:
-        """Puts the mean and the unbiased variance of every layer that normalizes by its batch into
+        """Writes the mean and the unbiased variance of every layer that normalizes by its batch to
         ``statistics[k]``."""
         assert self.statistics is not None
         row = self.statistics[k]
@@ -180,7 +180,7 @@ class Conv(Block):
             row = row[2 * out :]
 
     def evaluate(self, x: Tensor) -> tuple[Tensor, list[tuple[Tensor, ...]]]:
-        """f(x), and of every layer u, z and what its normalization computed from the batch."""
+        """f(x), and for every layer u, z and the batch statistics that its normalization used."""
         trace = []
         for weight, gamma, beta, mean, variance in self.layers:
             z = F.conv2d(self.sigma(x), weight, padding="same")
@@ -232,12 +232,12 @@ ACTIVATIONS: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tens
 
 # --------------------------------------------------------------------------------------- schemes
 
-Add = Callable[[Block, tuple[Any, ...]], None]  # takes in a contribution to parameter gradients
-StepPullback = Callable[[Any, Add], Any]  # the cotangent of x[n+1] to that of x[n]
+Add = Callable[[Block, tuple[Any, ...]], None]  # adds a contribution to the parameter gradients
+StepPullback = Callable[[Any, Add], Any]  # the cotangent of x[n+1] → the cotangent of x[n]
 
 
 class Euler:
-    """φ_n(x) = f_n(x): N blocks make N steps. Evaluation n of the forward pass is step n's."""
+    """φ_n(x) = f_n(x): N blocks make N steps. Step n makes evaluation n of the forward pass."""
 
     def __init__(self, blocks: Sequence[Block], h: float, combine: Combine = combine) -> None:
         self.f, self.h, self.steps, self.combine = blocks, h, len(blocks), combine
@@ -247,11 +247,11 @@ class Euler:
         return self.f[n].f(x, n)
 
     def reverse_slope(self, n: int, x: Any, known: Any = None) -> Any:
-        """ψ_n(x). ``known``: f_{n+1}(x), if that is known and ``shares(n + 1)``."""
+        """ψ_n(x), the reverse-time slope. ``known``: f_{n+1}(x), if known and ``shares(n + 1)``."""
         return self.f[n].f(x, n) if known is None else known
 
     def linearize(self, n: int, x: Any, wrt_x: bool = True) -> tuple[Any, Any, StepPullback]:
-        """φ_n(x), f_n(x) and the step's VJP."""
+        """φ_n(x), f_n(x) and the step's pullback."""
         a, back = self.f[n].linearize(x, n, wrt_x)
 
         def pullback(g: Any, add: Add) -> Any:
@@ -262,7 +262,7 @@ class Euler:
         return a, a, pullback
 
     def shares(self, n: int) -> bool:
-        """Whether f_n(p), evaluated at step n, is what ψ_{n−1}(p) needs."""
+        """Whether ψ_{n−1}(p) can use f_n(p), which step n has evaluated."""
         return n > 0 and self.f[n] is self.f[n - 1] and self.f[n].repeats(n, n - 1)
 
 
@@ -319,7 +319,7 @@ def forward(scheme: Scheme, x: Any, anchor_every: int = 0) -> tuple[Any, dict[in
 
 # ---------------------------------------------------------------------------------- reverse pass
 
-Watch = Callable[[int, Any, Any], None]  # n, p and x̃[n]
+Watch = Callable[[int, Any, Any], None]  # called with n, p and x̃[n]
 EXTRAPOLATION = {1: (1,), 2: (2, -1), 3: (3, -3, 1)}
 
 
@@ -332,7 +332,7 @@ def point(
     history: Sequence[Any] = (),
     known: Any = None,
 ) -> Any:
-    """p of step n, given the state x = x̃[n+1] and the newest evaluations of φ, newest first."""
+    """The point p of step n, from the state x = x̃[n+1] and the history of φ, newest first."""
     h = scheme.h
     if rule == "predicted" and history:
         factors = (-h * c for c in EXTRAPOLATION[len(history)])
@@ -356,8 +356,8 @@ def adjoint(
     wrt_x: bool = True,
     watch: Watch | None = None,
 ) -> Iterator[StepPullback]:
-    """The VJPs of the steps N − 1 … ``last``, at points reconstructed from x = x[N]. ``watch`` is
-    told the point and the reconstructed state of every step."""
+    """The pullbacks of the steps N − 1 … ``last``, at points reconstructed from x = x[N]. ``watch``
+    is called with the point and the reconstructed state of every step."""
     history: deque[Any] = deque(maxlen=order)
     known = None
     for n in reversed(range(last, scheme.steps)):
@@ -379,8 +379,8 @@ def adjoint(
 def exact(
     scheme: Scheme, x: Any, anchors: dict[int, Any], last: int = 0, wrt_x: bool = True
 ) -> Iterator[StepPullback]:
-    """The VJPs of the steps N − 1 … ``last``, at the states themselves: from x = x[0] and from each
-    anchor a segment of steps is computed again."""
+    """The pullbacks of the steps N − 1 … ``last``, at the exact states. Each segment of states is
+    computed again, from x = x[0] or from an anchor."""
     end = scheme.steps
     for begin, start in sorted({**anchors, 0: x}.items(), reverse=True):
         if end <= last:
@@ -399,15 +399,15 @@ def exact(
 
 
 def reverse(pullbacks: Iterator[StepPullback], g: Any, add: Add) -> Any:
-    """∂L/∂x[0]; contributions to parameter gradients go to ``add`` as they come."""
+    """∂L/∂x[0]. Every contribution to a parameter gradient is passed to ``add``."""
     for pullback in pullbacks:
         g = pullback(g, add)
-        del pullback  # and what it holds, before the next step needs memory
+        del pullback  # frees its activations before the next step allocates memory
     return g
 
 
 def accumulate(before: Any, more: Any) -> Any:
-    """The sum of contributions to a gradient, not in less than float32. None is none yet."""
+    """The sum of contributions to a gradient, in float32 at least. None stands for zero."""
     if before is None or more is None:
         return more if before is None else before
     if isinstance(before, Tensor):

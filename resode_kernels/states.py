@@ -1,4 +1,4 @@
-"""States: a tensor, or a tuple of tensors, that a stage's steps change."""
+"""States: a state is a tensor or a tuple of tensors."""
 
 from __future__ import annotations
 
@@ -27,5 +27,5 @@ def stream_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def in_stream(x: State) -> Any:
-    """A stage's input as its first state."""
+    """The input of a stage as the state x[0], in the dtype of the stream."""
     return state_like(x, [t.to(stream_dtype(t.dtype)) for t in parts(x)])

@@ -1,4 +1,4 @@
-"""Gradients that refuse to be differentiated a second time."""
+"""Gradients that raise an error when they are differentiated."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from torch import Tensor
 def undifferentiable(
     gradients: Sequence[Tensor | None], graph: Sequence[Tensor | None]
 ) -> list[Tensor | None]:
-    """The gradients, which depend on ``graph`` as far as autograd knows, and raise an error when
-    they are differentiated."""
+    """The gradients, connected to ``graph`` in autograd's graph. Differentiating them raises an
+    error."""
     inputs = [t for t in graph if t is not None and t.requires_grad]
     present = [g for g in gradients if g is not None]
     guarded = iter(Undifferentiable.apply(len(present), *present, *inputs))
@@ -29,5 +29,5 @@ class Undifferentiable(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> Any:
         raise RuntimeError(
             "resode_kernels: the gradients of a stage cannot be differentiated a second time "
-            "(double backward). Build the network from plain PyTorch operations if you need that."
+            "(double backward). If you need that, build the network from plain PyTorch operations."
         )

@@ -1,4 +1,4 @@
-"""Backends: who runs a problem. ``contract.py`` says what a backend is.
+"""Backends run problems. ``contract.py`` says what a backend is.
 
 cpp.py           C++ kernels for CPUs                        csrc/cpu
 cuda/, triton/   kernels for GPUs                            csrc/cuda, triton/*.py
@@ -24,17 +24,17 @@ __all__ = ["REGISTRY", "Backend", "BackendUnavailableError", "choose", "choose_c
 
 _ALL: tuple[Backend, ...] = (cpp, cuda, triton, REFERENCE)
 REGISTRY: dict[str, Backend] = {backend.name: backend for backend in _ALL}
-"""By name, in the order in which "auto" tries them. (AMD's GPUs are "cuda" devices of torch.)"""
+"""Backends by name, in the order in which "auto" tries them. (In torch AMD's GPUs are "cuda".)"""
 
 
 def why_not(name: str, device: torch.device, dtype: torch.dtype = torch.float32) -> str | None:
-    """Why the backend cannot run such a tensor, or None if it can."""
+    """Why the backend cannot run an x of this device and dtype, or None if it can."""
     backend = REGISTRY[name]
     return backend.unavailable() or backend.refuses(device, dtype)
 
 
 def choose(name: str, device: torch.device, dtype: torch.dtype = torch.float32) -> str:
-    """The backend that runs an x on ``device`` when ``name`` is asked for."""
+    """The backend that runs an x on ``device`` with the option ``backend=name``."""
     if name == "auto":
         for candidate, backend in REGISTRY.items():
             if device.type in backend.automatic_on and why_not(candidate, device, dtype) is None:
@@ -44,19 +44,19 @@ def choose(name: str, device: torch.device, dtype: torch.dtype = torch.float32) 
     if reason is not None:
         raise BackendUnavailableError(
             f"backend={name!r} is not available: {reason} "
-            "(backend='auto' picks one that is; `python -m resode_kernels info` lists them)"
+            "(backend='auto' picks an available one; `python -m resode_kernels info` lists them)"
         )
     return name
 
 
 def choose_combine(name: str, state: Sequence[Tensor]) -> reference.Combine:
-    """What updates the states of a stage whose blocks are modules when ``name`` is asked for."""
+    """The function that updates the states of a stage of modules, with ``backend=name``."""
     if name != "auto" and REGISTRY[name].combine is None:
         takes = [known for known, backend in REGISTRY.items() if backend.combine is not None]
         raise BackendUnavailableError(
             f"backend={name!r} is not available: blocks that are modules run in PyTorch, and this "
-            f"backend cannot update their states (backend={' or '.join(map(repr, takes))} can; "
-            "'auto' picks one)"
+            "backend cannot update their states (use backend='auto' or "
+            f"{' or '.join(map(repr, takes))})"
         )
     chosen = {choose(name, t.device, t.dtype) for t in state}
     combine = REGISTRY[chosen.pop()].combine if len(chosen) == 1 else None

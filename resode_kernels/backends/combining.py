@@ -1,4 +1,4 @@
-"""Sums of states: the conditions under which a kernel may compute one, and PyTorch for the rest."""
+"""Sums of states: the conditions under which a kernel may compute one, and the sum in PyTorch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .. import reference
 
 
 def empty_sum(y: Sequence[Tensor]) -> Tensor:
-    """Memory for a sum, laid out as its first term, and as all states in float32 at least."""
+    """Uninitialized memory for a sum, laid out like its first term, in float32 at least."""
     dtype = functools.reduce(torch.promote_types, [t.dtype for t in y], torch.float32)
     return torch.empty_like(y[0], dtype=dtype)
 
@@ -28,6 +28,6 @@ def in_step(out: Tensor, y: Sequence[Tensor]) -> bool:
 
 
 def in_pytorch(a: Sequence[float], y: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-    """Σ a_i y_i, a pass over memory per term."""
+    """Σ a_i y_i, one pass over memory per term."""
     total: Tensor = reference.combine(None, *zip(a, (y[0].to(dtype), *y[1:]), strict=True))
     return total

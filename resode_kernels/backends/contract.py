@@ -1,4 +1,4 @@
-"""What a backend is: who runs the two passes of a problem."""
+"""What a backend is: it runs the two passes of a problem."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class ForwardIO(NamedTuple):
     anchors: Tensor
     """Result: the states x[k], x[2k], …, k = ``anchor_every``."""
     statistics: Tensor
-    """Result: those of the batch, ``Problem.statistics``; zeros at first."""
+    """Result: the batch statistics (``Problem.statistics``), initialized to zero."""
 
 
 class ReverseIO(NamedTuple):
@@ -35,7 +35,7 @@ class ReverseIO(NamedTuple):
     cotangent: Tensor
     """∂L/∂x[N]."""
     gradients: Sequence[Tensor | None]
-    """Results: of x[0] and of every parameter; None: not needed."""
+    """Results: the gradients of x[0] and of every parameter; None: not needed."""
     nonfinite: Tensor | None
     """Result: an int32, raised to the largest n whose point p is not finite; None: not checked."""
 
@@ -49,17 +49,17 @@ class Backend(Protocol):
 
     @property
     def automatic_on(self) -> tuple[str, ...]:
-        """The types of devices on which ``"auto"`` may pick it."""
+        """The types of devices on which ``"auto"`` may pick this backend."""
 
     @property
     def combine(self) -> Combine | None:
-        """Updates the states of a stage whose blocks are modules; None: it cannot."""
+        """Updates the states of a stage of modules; None if this backend cannot."""
 
     def unavailable(self) -> str | None:
-        """Why it cannot be used on this machine, or None."""
+        """Why this backend cannot be used on this machine, or None if it can."""
 
     def refuses(self, device: torch.device, dtype: torch.dtype) -> str | None:
-        """Why it does not take such an x, or None."""
+        """Why this backend cannot run an x of this device and dtype, or None if it can."""
 
     def forward(self, problem: Problem, io: ForwardIO) -> None: ...
 
@@ -67,4 +67,4 @@ class Backend(Protocol):
 
 
 class BackendUnavailableError(RuntimeError):
-    """A backend was asked for by name and cannot be used."""
+    """The option ``backend`` names a backend that cannot be used."""

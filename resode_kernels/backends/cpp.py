@@ -16,7 +16,7 @@ name = "cpp"
 automatic_on = ("cpu",)
 combine = None
 
-# After torch, whose OpenMP runtime and thread pool the module then shares.
+# Loaded after torch, so that the module shares torch's OpenMP runtime and thread pool.
 _C, _reason = native.load("_C", native.build_report())
 if _C is not None and os.environ.get("RESODE_ISA"):
     _C.select(os.environ["RESODE_ISA"])
@@ -52,7 +52,7 @@ def reverse(problem: Problem, io: ReverseIO) -> None:
 
 
 def _channels_last(problem: Problem, state: Tensor) -> Tensor:
-    """The kernels see images as [images, height, width, channels]."""
+    """The state as kernels take it; images are [images, height, width, channels]."""
     return state.permute(0, 2, 3, 1) if problem.block == "conv" else state
 
 

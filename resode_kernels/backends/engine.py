@@ -1,5 +1,5 @@
-"""The reference's passes as a backend: plain PyTorch, for every device. Other blocks and another
-``combine`` make other backends of it (``layerwise.py``)."""
+"""The reference's passes as a backend: plain PyTorch, for every device. ``layerwise.py`` makes
+other backends of it, with other blocks and another ``combine``."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from .contract import ForwardIO, ReverseIO
 class EngineBackend:
     """Runs problems by the passes of ``reference.py``.
 
-    mlp, linear, conv  make blocks; they take what the reference's classes take
+    mlp, linear, conv  the classes of blocks, with the same arguments as the reference's classes
     combine            updates states
-    widens             whether blocks get their parameters in the dtype of the states, or as stored
+    widens             whether parameters are converted to the dtype of the states
     """
 
     automatic_on: tuple[str, ...] = ()
@@ -47,7 +47,7 @@ class EngineBackend:
     def scheme(
         self, problem: Problem, dtype: torch.dtype, statistics: Tensor | None = None
     ) -> reference.Scheme:
-        """The steps of the problem, on states of ``dtype``."""
+        """The problem's scheme and its blocks, for states of ``dtype``."""
 
         def given(p: Tensor | None) -> Any:
             return p.to(dtype) if p is not None and self.widens else p

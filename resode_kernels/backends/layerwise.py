@@ -1,9 +1,9 @@
 """Stages layer by layer, on a GPU: the engine with PyTorch's matrix products and convolutions, and
 fused kernels for everything between them. Triton and CUDA have such kernels.
 
-Products are in the dtype of the weights: with 16-bit weights their operands are rounded to it, and
-states and cotangents stay float32; with float32 weights PyTorch's own setting decides about TF32.
-Parameter gradients are summed in float32 where a block has several contributions.
+Products are computed in the dtype of the weights. With 16-bit weights the operands are rounded to
+that dtype; states and cotangents stay float32. With float32 weights PyTorch's own setting decides
+about TF32. Several contributions to a parameter gradient are summed in float32.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from .rows import dense, laid_out_like
 
 
 class Normalization(NamedTuple):
-    """What the channels are normalized by: one number per channel each."""
+    """The numbers by which channels are normalized. Each tensor has one number per channel."""
 
     mean: Tensor
     variance: Tensor
@@ -36,26 +36,26 @@ class Normalization(NamedTuple):
 
 class Kernels(NamedTuple):
     """The kernels between products and convolutions. z and d are [rows, channels] or
-    [images, channels, height, width]; all else has one number per channel."""
+    [images, channels, height, width]; other tensors have one number per channel."""
 
     combine: reference.Combine
     activated: Callable[..., Tensor]
-    """z, bias or None, activation, and the result's dtype unless it is z's, to σ(z + b)."""
+    """(z, bias or None, activation, dtype of the result if it is not z's) → σ(z + b)."""
     times_slope: Callable[[Tensor, Tensor, Tensor | None, str], Tensor]
-    """d, z, bias, activation to d · σ′(z + b)."""
+    """(d, z, bias, activation) → d · σ′(z + b)."""
     slope_term: Callable[[Tensor, Tensor, str], Any]
-    """d, z, activation to d · σ′(z) in a form that ``combine`` takes."""
+    """(d, z, activation) → d · σ′(z), in a form that ``combine`` takes."""
     statistics: Callable[[Tensor], tuple[Tensor, Tensor]]
-    """z to mean and biased variance."""
+    """z → mean and biased variance."""
     normalized: Callable[[Tensor, Normalization, str | None, torch.dtype], Tensor]
-    """z, its normalization, activation (None: none) and the result's dtype to σ(bn(z))."""
+    """(z, its normalization, activation or None, dtype of the result) → σ(bn(z))."""
     vjp: Callable[[Tensor, Tensor, Normalization, bool, str | None], tuple[Tensor, Tensor, Tensor]]
-    """d = ∂L/∂σ(bn(z)), z, its normalization, whether that is by z's own mean and variance, and the
-    activation to dz, dγ and dβ."""
+    """(d = ∂L/∂σ(bn(z)), z, its normalization, whether that uses z's own mean and variance,
+    activation) → dz, dγ and dβ."""
 
 
 class MLP(reference.MLP):
-    """f(x) = W2 σ(W1 x + b1) + b2: bias and σ in one pass, and so its VJP."""
+    """f(x) = W2 σ(W1 x + b1) + b2. Bias and σ take one pass over memory, and so does their VJP."""
 
     def __init__(self, kernels: Kernels, *theta: Any) -> None:
         super().__init__(*theta)
@@ -92,14 +92,14 @@ class Linear(reference.Linear):
 
 
 class Evaluated(NamedTuple):
-    """A layer of ``Conv`` at some x: u = bn(z), z = W ∗ a."""
+    """An evaluated layer of ``Conv``: z = W ∗ a, u = bn(z)."""
 
     z: Tensor
     normalization: Normalization
     of_batch: bool
     """Whether z is normalized by its own mean and variance."""
     activation: str | None
-    """σ of the layer that follows; None: it is the last."""
+    """The activation of the next layer; None: this layer is the last."""
 
     def moments(self) -> tuple[Tensor, Tensor] | None:
         """Mean and unbiased variance of the batch, if z is normalized by them."""
@@ -111,8 +111,8 @@ class Evaluated(NamedTuple):
 
 class Conv(reference.Conv):
     """f(x) = u_L, u_l = bn_l(z_l), z_l = W_l ∗ σ(u_{l−1}). Between the convolutions there is one
-    pass for the statistics and one for everything else. Of a layer only z is kept; σ(u) is computed
-    from it again on the way back."""
+    pass over memory for the statistics and one for everything else. A layer stores only z; the VJP
+    computes σ(u) from it again."""
 
     def __init__(self, kernels: Kernels, *arguments: Any) -> None:
         super().__init__(*arguments)
@@ -127,7 +127,7 @@ class Conv(reference.Conv):
         return y
 
     def forward(self, x: Tensor, watch: Callable[[Evaluated], None] = lambda _: None) -> Tensor:
-        """f(x); ``watch`` is called with every layer."""
+        """f(x). ``watch`` is called with every layer."""
         a = self.kernels.activated(x, None, self.activation, self.layers[0][0].dtype)
         following = [*[self.activation] * (len(self.layers) - 1), None]
         for (weight, gamma, beta, mean, variance), activation in zip(
@@ -144,7 +144,7 @@ class Conv(reference.Conv):
         return a
 
     def result(self, layer: Evaluated, dtype: torch.dtype) -> Tensor:
-        """σ(u), of the last layer u."""
+        """σ(u); for the last layer, u."""
         return self.kernels.normalized(layer.z, layer.normalization, layer.activation, dtype)
 
     def linearize(self, x: Tensor, k: int, wrt_x: bool = True) -> tuple[Tensor, reference.Pullback]:
@@ -179,7 +179,7 @@ def convolution_vjp(dz: Tensor, a: Tensor, weight: Tensor) -> tuple[Tensor, Tens
 
 @contextmanager
 def repeatable() -> Iterator[None]:
-    """Inside, cuDNN uses only algorithms whose results repeat from run to run."""
+    """Context in which cuDNN uses only algorithms whose results repeat from run to run."""
     before = torch.backends.cudnn.deterministic
     torch.backends.cudnn.deterministic = True
     try:
@@ -189,7 +189,7 @@ def repeatable() -> Iterator[None]:
 
 
 class LayerwiseBackend(EngineBackend):
-    """The engine with these blocks and updates of states."""
+    """The engine with the blocks of this file and the given kernels."""
 
     def __init__(self, name: str, kernels: Kernels) -> None:
         super().__init__(
@@ -204,6 +204,6 @@ class LayerwiseBackend(EngineBackend):
 
     def reverse(self, problem: Problem, io: ReverseIO) -> None:
         start = dense(io.start)
-        # Laid out alike, states and cotangents can be combined in one pass.
+        # States and cotangents with the same layout can be combined in one pass.
         cotangent = laid_out_like(io.cotangent, start)
         super().reverse(problem, io._replace(start=start, cotangent=cotangent))

@@ -20,13 +20,13 @@ from .contract import ForwardIO, ReverseIO
 
 @functools.cache
 def build_report() -> dict[str, Any]:
-    """What setup.py reported of the builds."""
+    """The report that setup.py wrote about the builds."""
     file = resources.files("resode_kernels") / "build_report.json"
     return json.loads(file.read_text()) if file.is_file() else {}
 
 
 def load(name: str, report: dict[str, Any]) -> tuple[Any, str | None]:
-    """The module, or why it is not there. ``report``: of its build."""
+    """The module, or why it cannot be imported. ``report``: the report of its build."""
     try:
         return importlib.import_module(f"resode_kernels.{name}"), None
     except ImportError as error:
@@ -48,14 +48,14 @@ def _addresses(tensors: Sequence[Tensor | None]) -> list[int]:
 
 
 def _strides(problem: Problem, tensors: Sequence[Tensor | None]) -> list[int]:
-    """Bytes from a block's tensor to the next block's, where they are stacked."""
+    """Bytes from a block's tensor to the next block's, if parameters are stacked."""
     if problem.block == "conv":
         return []
     return [0 if t is None else t.stride(0) * t.element_size() for t in tensors]
 
 
 def contiguous(tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
-    """Copies, where they are needed, must live until the kernels are done."""
+    """The tensors, copied if necessary. The copies must live until the kernels are done."""
     return [None if t is None else t.contiguous() for t in tensors]
 
 
@@ -66,7 +66,8 @@ def stage_of(
     state: Tensor,
     threads: int = 1,
 ) -> Any:
-    """``parameters``: the problem's, contiguous; ``state``: any, [rows, dim] or channels-last."""
+    """The struct Stage. ``parameters`` are contiguous; ``state`` is [rows, dim] or
+    channels-last."""
     weight = parameters[0]
     assert weight is not None
     dim = state.shape[-1]
@@ -95,12 +96,12 @@ def stage_of(
 
 
 def forward_of(module: Any, io: ForwardIO) -> Any:
-    """All tensors contiguous."""
+    """The struct Forward. All tensors are contiguous."""
     return module.Forward(**{name: tensor.data_ptr() for name, tensor in io._asdict().items()})
 
 
 def reverse_of(module: Any, problem: Problem, io: ReverseIO) -> Any:
-    """All tensors contiguous."""
+    """The struct Reverse. All tensors are contiguous."""
     grad_x, *gradients = _addresses(io.gradients)
     return module.Reverse(
         reverse_rule=problem.method.reverse_rule,
@@ -118,8 +119,8 @@ def reverse_of(module: Any, problem: Problem, io: ReverseIO) -> Any:
 
 @contextmanager
 def written(results: Sequence[Tensor | None]) -> Iterator[list[Tensor | None]]:
-    """Where kernels may write: the results themselves if they are contiguous, otherwise buffers
-    that are copied to them at the end."""
+    """Yields memory for kernels to write to: the results themselves if they are contiguous,
+    otherwise buffers that are copied to the results at the end."""
     buffers = [r if r is None or r.is_contiguous() else r.new_empty(r.shape) for r in results]
     yield buffers
     for result, buffer in zip(results, buffers, strict=True):

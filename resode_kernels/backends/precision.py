@@ -6,9 +6,9 @@ import torch
 
 
 def tf32_allowed() -> bool:
-    """Whether products of float32 numbers may be made in TF32: by torch's new setting, or by the
-    old one (``torch.set_float32_matmul_precision``), which sets the new one."""
+    """Whether torch's settings allow TF32 in products of float32 numbers. The old setting
+    (``torch.set_float32_matmul_precision``) changes the new one, which is read here."""
     chosen = torch.backends.cuda.matmul.fp32_precision
     if chosen == "none":
-        chosen = getattr(torch.backends, "fp32_precision", "ieee")  # mypy does not see it
+        chosen = getattr(torch.backends, "fp32_precision", "ieee")  # unknown to mypy
     return bool(chosen == "tf32")

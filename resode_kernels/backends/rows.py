@@ -1,4 +1,4 @@
-"""How the layer-wise kernels see a tensor.
+"""The layout in which the layer-wise kernels see a tensor.
 
 A tensor is a set of rows, [groups, positions, channels] with a stride for each, so that one kernel
 serves every layout:
@@ -24,7 +24,7 @@ def dense(t: Tensor) -> Tensor:
 
 
 def laid_out_like(t: Tensor, other: Tensor) -> Tensor:
-    """t, copied unless its elements are where those of a dense tensor are."""
+    """t, copied unless it has the strides of the dense tensor ``other``."""
     return t if t.stride() == other.stride() else torch.empty_like(other, dtype=t.dtype).copy_(t)
 
 

@@ -1,13 +1,13 @@
-"""How good are my gradients? Looking at the error of the adjoint method, and bounding it.
+"""How good are my gradients? Measures the error of the adjoint method and keeps it below a bound.
 
 tuning.py      diagnose and tune
-monitoring.py  monitor: the same in training
-report.py      what was found; drawing.py draws it
-probe.py       runs a stage without a trace; input_of: what it is called with in a model
+monitoring.py  monitor: measures the error during training
+report.py      Report: the results as text and numbers; drawing.py plots them
+probe.py       runs a stage without changing it; input_of records a stage's input in a model
 trajectory.py  states and their reconstructions
 gradients.py   errors of gradients
 constants.py   the paper's constants and bounds
-settings.py    the settings that are compared: errors, memory, time; and the choice
+settings.py    the settings that are compared: their errors, memory and times; the choice of one
 """
 
 from .monitoring import GradientErrorWarning, Monitor, Observation, monitor

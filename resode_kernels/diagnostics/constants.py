@@ -1,8 +1,8 @@
 """Estimates of the constants in the paper's bounds, at the states of a stage.
 
-The state of a stage is the whole batch, and norms are Euclidean norms of it: batch normalization
-connects the rows. Suprema are taken over the points that were looked at, so all of these are
-estimates from below.
+The state of a stage is the whole batch, because batch normalization connects the rows, and norms
+are Euclidean. Maxima are taken over the points that were evaluated, so all of these are estimates
+from below.
 
     C_f   max ‖f_n(x)‖                                                  (assumption 2)
     L_f   max ‖∂_x f_n(x)‖                                              (assumption 2)
@@ -27,7 +27,7 @@ from .trajectory import Trajectory, minus, norm
 
 ITERATIONS = 12
 LAYERS = 8
-"""How many layers power iteration looks at."""
+"""The number of blocks that power iteration is applied to."""
 
 
 class Difference(reference.Block):
@@ -45,8 +45,8 @@ class Difference(reference.Block):
 
 
 def spectral_norm(block: reference.Block, x: Any, k: int, iterations: int = ITERATIONS) -> float:
-    """‖∂_x f(x)‖ by power iteration on JᵀJ, with J v as a central difference: it asks nothing of f
-    but a gradient."""
+    """‖∂_x f(x)‖ by power iteration on JᵀJ, with J v as a central difference: f only has to support
+    gradients, not forward-mode differentiation."""
     generator = torch.Generator().manual_seed(0)
     _, pullback = block.linearize(x, k)
     v = state_like(x, [torch.randn(t.shape, generator=generator).to(t) for t in parts(x)])
@@ -67,8 +67,8 @@ def spectral_norm(block: reference.Block, x: Any, k: int, iterations: int = ITER
 
 
 def step_of_weights(stage: Stage) -> list[tuple[float, float]]:
-    """‖θ[n+1] − θ[n]‖ and ‖θ[n]‖ for every pair of neighbouring blocks; none if the blocks differ
-    in the shapes of their parameters."""
+    """‖θ[n+1] − θ[n]‖ and ‖θ[n]‖ for every pair of neighbouring blocks; empty if blocks differ in
+    the shapes of their parameters."""
     blocks = stage.by_block(dict(stage.named_parameters(remove_duplicate=False)))
     shapes = {tuple(t.shape for t in block) for block in blocks}
     if len(shapes) > 1 or not blocks[0]:
@@ -88,11 +88,11 @@ class Constants:
     """max ‖θ[n+1] − θ[n]‖ / ‖θ[n]‖."""
     l_theta: float | None
     l_theta_x: float | None
-    """L'_θ. Both are None unless the scheme is Heun's, whose bound needs them."""
+    """L'_θ. Like L_θ it is None unless the scheme is Heun, whose bound needs both."""
 
 
 def estimate(trajectory: Trajectory, stage: Stage) -> Constants:
-    """Inside ``probe.untouched()``."""
+    """Estimates the constants. To be called inside ``probe.untouched()``."""
     scheme = trajectory.scheme
     steps = scheme.steps
     layers = sorted({round(i * (steps - 1) / (LAYERS - 1)) for i in range(LAYERS)}, reverse=True)
@@ -117,13 +117,13 @@ def estimate(trajectory: Trajectory, stage: Stage) -> Constants:
 
 
 def bound(constants: Constants, stage: Stage, n: int = 0) -> float | None:
-    """On ‖x̃[n] − x[n]‖ with the rule ``paper`` and no anchors, to leading order in h, from the
-    discrete Gronwall inequality over the N − n steps before:
+    """The bound on ‖x̃[n] − x[n]‖ with the rule ``paper`` and no anchors, to leading order in h,
+    from the discrete Gronwall inequality over N − n steps:
 
         Prop. 3 (Euler)   (e^{L_f (N − n) h} − 1) C_f h
         Prop. 5 (Heun)    (e^{L' (N − n) h} − 1) / L' · ¼ L_θ L'_θ Δ² h
 
-    With h = 1/N and n = 0 these are the paper's. L' = L_f + h L_f² / 2 bounds the Lipschitz
+    With h = 1/N and n = 0 these are the paper's bounds. L' = L_f + h L_f² / 2 bounds the Lipschitz
     constant of Heun's step back.
     """
     method = stage.options.method(stage.depth)

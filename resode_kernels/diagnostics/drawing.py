@@ -1,4 +1,4 @@
-"""A report as a picture."""
+"""The picture of a report."""
 
 from __future__ import annotations
 
@@ -44,16 +44,16 @@ def _states(axes: Any, report: Report) -> None:
     axes.plot(layers, _drawable(errors), color=COLOURS[report.setting.reverse], label=label)
     points = _drawable([layer.point_error for layer in report.layers])
     axes.plot(layers, points, color=COLOURS[report.setting.reverse], linestyle=":",
-              label="where its gradient is taken")  # fmt: skip
+              label=f"{report.setting}: linearization point p")  # fmt: skip
     if report.setting.reverse != "paper" or report.setting.anchor_every:
         measured = _drawable(report.bound.measured)
         axes.plot(layers, measured, color=COLOURS["paper"], label="paper: state x̃[n]")
     if report.bound.layers is not None and any(report.bound.layers):
-        label = f"bound for paper (Prop. {report.bound.proposition}, estimated)"
+        label = f"paper: estimated bound on x̃[n] (Prop. {report.bound.proposition})"
         axes.plot(layers, _drawable(report.bound.layers), color="#999999", linestyle="--",
                   label=label)  # fmt: skip
-    axes.set(yscale="log", xlabel="layer n", ylabel="relative error",
-             title="Reconstruction of the states")  # fmt: skip
+    axes.set(yscale="log", xlabel="step n", ylabel="relative error",
+             title="Error of the reconstructed states")  # fmt: skip
 
 
 def _gradients(axes: Any, report: Report) -> None:
@@ -62,9 +62,11 @@ def _gradients(axes: Any, report: Report) -> None:
     axes.plot(range(len(errors)), errors, "o-", color=colour, markersize=3,
               label=f"{report.setting}: parameters of block n")  # fmt: skip
     axes.axhline(max(report.gradient.error, 1e-16), color=colour, linestyle=":",
-                 label="all parameters together")  # fmt: skip
-    axes.axhline(report.max_gradient_error, color=LIMIT, linestyle="--", label="bound asked for")
-    axes.set(yscale="log", xlabel="block n", ylabel="relative error", title="Gradients")
+                 label=f"{report.setting}: all parameters together")  # fmt: skip
+    axes.axhline(report.max_gradient_error, color=LIMIT, linestyle="--", label="max_gradient_error")
+    axes.set(
+        yscale="log", xlabel="block n", ylabel="relative error", title="Error of the gradients"
+    )
 
 
 def _settings(axes: Any, report: Report) -> None:
@@ -79,18 +81,18 @@ def _settings(axes: Any, report: Report) -> None:
             marker=MARKERS.get(work.order or 1, "D"),
             markersize=6,
             linewidth=1,
-            label=f"{work}: {mine[0].seconds / unit.seconds:.2f} × time",
+            label=f"{work}: {mine[0].seconds / unit.seconds:.2f} × checkpointing's time",
         )
     best = report.recommended
     if best.setting not in (CHECKPOINT, STORED):
         axes.plot(best.memory / unit.memory, _drawable([best.error])[0], "o", markersize=15,
                   markerfacecolor="none", markeredgecolor="black", label="recommended")  # fmt: skip
-    axes.axhline(report.max_gradient_error, color=LIMIT, linestyle="--", label="bound asked for")
-    axes.axvline(1, color="#999999", linestyle=":", label="checkpointing (exact)")
-    axes.set(yscale="log", xlabel="memory, relative to checkpointing", ylabel="gradient error",
-             title="Settings: more anchors to the right", xlim=(0, None))  # fmt: skip
+    axes.axhline(report.max_gradient_error, color=LIMIT, linestyle="--", label="max_gradient_error")
+    axes.axvline(1, color="#999999", linestyle=":", label="memory of checkpointing (exact)")
+    axes.set(yscale="log", xlabel="memory relative to checkpointing", ylabel="relative error",
+             title="Error of the gradients against memory", xlim=(0, None))  # fmt: skip
 
 
 def _drawable(values: Sequence[float]) -> list[float]:
-    """Logarithms want them positive and finite."""
+    """The values limited to 1e-16 … 1e6, because the axis is logarithmic."""
     return [min(max(value, 1e-16), 1e6) if not math.isnan(value) else 1e6 for value in values]

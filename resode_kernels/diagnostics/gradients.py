@@ -1,4 +1,4 @@
-"""How far a gradient is from the exact one."""
+"""Errors of gradients, relative to exact ones."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 def relative(distance: float, size: float) -> float:
-    """distance / size; not finite, or not zero where size is: infinitely far."""
+    """distance / size; infinite if distance is not finite, or if size is 0 and distance is not."""
     if distance == 0:
         return 0.0
     return distance / size if math.isfinite(distance) and size > 0 else math.inf
@@ -20,11 +20,11 @@ class GradientError(NamedTuple):
     error: float
     """‖g − exact‖ / ‖exact‖."""
     cosine: float
-    """Of the angle between them; 1 where both are zero."""
+    """The cosine of the angle between g and exact; 1 if both are zero."""
 
 
 def compare(gradients: Iterable[Tensor], exact: Iterable[Tensor]) -> GradientError:
-    """Of several tensors, as one vector."""
+    """The error of several tensors, taken as one vector."""
     far = mine = true = product = 0.0
     for a, b in zip(gradients, exact, strict=True):
         a, b = a.double().flatten(), b.double().flatten()

@@ -1,4 +1,4 @@
-"""Gradient errors on the fly, in training."""
+"""Measures gradient errors during training."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from .settings import CHECKPOINT
 
 
 class GradientErrorWarning(UserWarning):
-    """The error of a stage's gradients has left its bound."""
+    """The error of a stage's gradients exceeds its bound."""
 
 
 class Observation(NamedTuple):
     call: int
     """The number of the stage's training step, from 1."""
     error: float
-    """As in ``tune``: of all parameter gradients, or of the input's if that is larger."""
+    """The relative error of all parameter gradients together, or of x's if that is larger."""
     cosine: float
 
 
@@ -85,9 +85,9 @@ class Monitor:
         self.history.append(Observation(call, worst.error, worst.cosine))
         if not worst.error <= self.max_gradient_error:
             warnings.warn(
-                f"step {call} of {type(self.stage).__name__}: the gradients are off by "
-                f"{worst.error:.1e}, more than {self.max_gradient_error:.1e}; rk.tune(stage, x) "
-                "finds a setting that keeps to it",
+                f"training step {call} of {type(self.stage).__name__}: the relative gradient error "
+                f"{worst.error:.1e} exceeds max_gradient_error={self.max_gradient_error:.1e}; "
+                "rk.tune(stage, x, max_gradient_error=...) finds a setting that stays below it",
                 GradientErrorWarning,
                 stacklevel=2,
             )
@@ -102,7 +102,7 @@ def monitor(stage: Stage, every: int = 100, max_gradient_error: float = 1e-2) ->
             train(model)
         print(watching.history)
 
-    Or without ``with``, until ``close()``. A measured step takes two more of the stage's steps, one
-    of them exact in checkpointed segments; training is not changed by it.
+    Without ``with``, it measures until ``close()``. A measured training step costs two more forward
+    and backward passes of the stage, one of them in checkpointed segments. Training is unchanged.
     """
     return Monitor(stage, every, max_gradient_error)

@@ -1,4 +1,4 @@
-"""A stage at one input, run as often as one likes without a trace."""
+"""Runs a stage at one input any number of times without changing the stage."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Loss = Callable[[Any], Tensor]
 
 
 class StageInput(NamedTuple):
-    """What a stage was called with."""
+    """The arguments of a call of a stage."""
 
     x: State
     args: tuple[Any, ...]
@@ -28,12 +28,12 @@ class StageInput(NamedTuple):
 
 
 def input_of(stage: Stage, run: Callable[[], Any]) -> StageInput:
-    """What ``stage`` is called with inside ``run()``, detached, for ``diagnose`` and ``tune``:
+    """The arguments with which ``run()`` calls ``stage``, detached, for ``diagnose`` and ``tune``:
 
         seen = rk.input_of(model.layer3, lambda: model(images))
         rk.tune(model.layer3, seen.x)
 
-    If it is called several times, the last counts.
+    If the stage is called several times, the last call counts.
     """
     calls: list[StageInput] = []
 
@@ -48,18 +48,21 @@ def input_of(stage: Stage, run: Callable[[], Any]) -> StageInput:
     finally:
         handle.remove()
     if not calls:
-        raise RuntimeError(f"run() did not call the stage ({type(stage).__name__})")
+        raise RuntimeError(
+            f"run() did not call the stage ({type(stage).__name__}): it must run the model that "
+            "contains this stage"
+        )
     return calls[-1]
 
 
 class Gradients(NamedTuple):
     parameters: dict[str, Tensor]
-    """By name; only those that require grad."""
+    """The gradients of the parameters that require grad, by name."""
     x: tuple[Tensor, ...]
-    """Of the stage's input, part by part."""
+    """The gradients of the tensors of the stage's input."""
 
     def errors(self, exact: Gradients) -> tuple[GradientError, GradientError]:
-        """Of all parameter gradients together, and of the input's."""
+        """The errors of all parameter gradients together, and of the input's gradient."""
         return (
             compare(self.parameters.values(), exact.parameters.values()),
             compare(self.x, exact.x),
@@ -67,21 +70,21 @@ class Gradients(NamedTuple):
 
 
 class Probe:
-    """``stage(x, *args, **kwargs)``, repeatable: every run sees the same parameters, buffers and
-    random numbers. The parameters stay out of it (aliases of them are differentiated, so that
-    neither ``.grad`` nor hooks notice), hooks of the stage do not fire, buffers are copies, and
-    generators, train/eval modes and options are put back."""
+    """Repeats ``stage(x, *args, **kwargs)``. Every run sees the same parameters, buffers and random
+    numbers. Aliases of the parameters are differentiated, so that ``.grad`` is not written and
+    hooks of parameters do not fire. Hooks of the stage do not fire either. Buffers are copies;
+    generators, train/eval modes and options are restored."""
 
     def __init__(
         self, stage: Stage, x: State, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> None:
         if not isinstance(stage, Stage):
             raise TypeError(
-                f"stage must be a stage (rk.MLPStage, rk.ResidualStage, …), not {type(stage)}; of "
-                "a model, give the stage inside it and that stage's input"
+                f"stage must be a stage (rk.MLPStage, rk.ResidualStage, …), not {type(stage)}; "
+                "give the stage inside your model and that stage's input (rk.input_of records it)"
             )
         if any(map(is_sharded, stage.modules())):
-            raise TypeError("stage: its parameters are sharded; diagnose it before fully_shard")
+            raise TypeError("the parameters of stage are sharded; diagnose it before fully_shard")
         self.stage = stage
         self.x = state_like(x, [t.detach() for t in parts(x)])
         self.args = tree_map_only(Tensor, Tensor.detach, args)
@@ -90,7 +93,7 @@ class Probe:
         self.generators = self.around.generators()
 
     def nearby(self, seed: int) -> Probe:
-        """At another input: x with one per cent of noise."""
+        """A probe at a nearby input: x with one per cent of noise."""
         generator = torch.Generator().manual_seed(seed)
         noisy = [
             t + 0.01 * t.std(correction=0) * torch.randn(t.shape, generator=generator).to(t)
@@ -100,9 +103,9 @@ class Probe:
 
     @contextmanager
     def untouched(self, **options: Any) -> Iterator[Mapping[str, Tensor]]:
-        """Inside, ``options`` are set, explosions do not raise, and what the stage does to itself
-        is forgotten afterwards. Gives the aliases that stand in for its trainable parameters, by
-        name."""
+        """Context with ``options`` set, in which reconstructions that are not finite raise no
+        error. Afterwards the stage is as before. Yields the stand-ins for its trainable parameters,
+        by name."""
         stage, before = self.stage, self.stage.options
         parameters, slots = trainable([stage])
         aliases = [nn.Parameter(p.detach()) for p in parameters]
@@ -111,7 +114,7 @@ class Probe:
         buffers = [(m, key, b) for m in stage.modules() for key, b in m._buffers.items()]
         modes = [(m, m.training) for m in stage.modules()]
         try:
-            stage.configure(**options, nonfinite="ignore")  # the error tells
+            stage.configure(**options, nonfinite="ignore")  # the gradient error shows it
             for m, key, buffer in buffers:
                 m._buffers[key] = None if buffer is None else buffer.clone()
             with (
@@ -126,7 +129,7 @@ class Probe:
                 m._buffers[key] = buffer
 
     def cotangent(self, loss: Loss | None) -> Any:
-        """∂L/∂x[N]. Without a loss: of ⟨v, x[N]⟩ with random v, the same every time."""
+        """∂L/∂x[N]. Without a loss, L = ⟨v, x[N]⟩ with a random v that is always the same."""
         with self.untouched(), torch.no_grad():
             y = self.stage.forward(self.x, *self.args, **self.kwargs)
             if loss is None:
@@ -147,7 +150,7 @@ class Probe:
         return state_like(y, grads)
 
     def gradients(self, cotangent: State, **options: Any) -> Gradients:
-        """Of a training step with these options."""
+        """The gradients of a training step with these options."""
         with self.untouched(**options) as named, torch.enable_grad():
             x = state_like(self.x, [t.detach().requires_grad_() for t in parts(self.x)])
             y = self.stage.forward(x, *self.args, **self.kwargs)
@@ -159,7 +162,7 @@ class Probe:
         return Gradients(dict(zip(named, grads[width:], strict=True)), tuple(grads[:width]))
 
     def held_bytes(self, **options: Any) -> int:
-        """What autograd holds between the passes, parameters and input aside."""
+        """The bytes that autograd holds between the passes, without parameters and input."""
         with self.untouched(**options) as named, torch.enable_grad():
             x = state_like(self.x, [t.detach().requires_grad_() for t in parts(self.x)])
             known = {t.untyped_storage().data_ptr() for t in (*named.values(), *parts(x))}
@@ -168,20 +171,20 @@ class Probe:
         return sum(held.values())
 
     def evaluate(self, n: int, x: Any) -> Any:
-        """f_n(x). States in, states out."""
+        """f_n(x), from a state to a state."""
         return in_stream(
             self.stage.residual(n, state_like(x, self.given(x)), *self.args, **self.kwargs)
         )
 
     def given(self, x: Any) -> list[Tensor]:
-        """A state as the input was given."""
+        """The tensors of a state in the dtypes of the input."""
         return [t.to(mine.dtype) for t, mine in zip(parts(x), parts(self.x), strict=True)]
 
 
 @contextmanager
 def saved_bytes(known: set[int]) -> Iterator[dict[int, int]]:
-    """Collects the sizes of the storages that autograd saves inside, by address, except those in
-    ``known``."""
+    """Context that collects the sizes of the storages that autograd saves, by address, except those
+    in ``known``."""
     held: dict[int, int] = {}
 
     def pack(tensor: Tensor) -> Tensor:

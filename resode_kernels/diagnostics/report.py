@@ -1,4 +1,4 @@
-"""What a diagnosis found, as text, numbers and a picture."""
+"""The result of a diagnosis, as text, numbers and a picture."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from .settings import CHECKPOINT, MARGIN, STORED, Measurement, Setting
 from .trajectory import Layer
 
 WORST = 5
-"""How many parameters the text names."""
+"""The number of parameters that the text names."""
 
 
 @dataclass(frozen=True)
 class Bound:
-    """The paper's bound on ‖x̃[n] − x[n]‖ for the rule ``paper`` without anchors, and what was
-    measured with it: the largest over n of either, divided by ‖x[n]‖ as in ``Layer``."""
+    """The paper's bound on ‖x̃[n] − x[n]‖ for the rule ``paper`` without anchors, and the measured
+    error with that rule. Both are divided by ‖x[n]‖, as in ``Layer``."""
 
     proposition: int
     layers: list[float] | None
-    """The bound for every n; None: it needs weights that can be compared."""
+    """The bound for every n; None if it needs Δ and the blocks differ in shape."""
     measured: list[float]
 
     @property
@@ -32,21 +32,21 @@ class Bound:
 
 @dataclass(frozen=True)
 class Report:
-    """``print`` it, ``plot`` it, or take it apart with ``to_dict``."""
+    """The result of ``diagnose``: ``print`` it, ``plot`` it, or log ``to_dict()``."""
 
     stage: str
     input: str
     depth: int
     step: float
     setting: Setting
-    """Of the stage when it was diagnosed; what follows up to ``blocks`` is about it."""
+    """The stage's own setting. The errors up to ``blocks`` are those with this setting."""
     layers: list[Layer]
     gradient: GradientError
-    """Of all parameter gradients together."""
+    """The error of all parameter gradients together."""
     input_gradient: GradientError
     parameters: dict[str, GradientError]
     blocks: list[GradientError]
-    """Of all parameters of block n; tied: of the one block."""
+    """The errors of all parameters of block n together; tied: of the one block."""
     constants: Constants
     bound: Bound
     settings: list[Measurement]
@@ -55,7 +55,7 @@ class Report:
 
     @property
     def recommendation(self) -> str:
-        """One sentence."""
+        """The recommended setting, the reason, and the call that sets it."""
         best, limit = self.recommended, f"{self.max_gradient_error:.1e}"
         if best.setting == CHECKPOINT:
             closest = min(
@@ -63,19 +63,23 @@ class Report:
                 key=lambda m: m.error,
                 default=None,
             )
-            reach = "" if closest is None else f" ({closest.setting}: {closest.error:.1e})"
+            reach = (
+                ""
+                if closest is None
+                else f" (smallest error: {closest.error:.1e} with {closest.setting})"
+            )
             return (
-                f"No reconstruction keeps the gradients within {limit} with a margin of {MARGIN:g} "
-                f"in less memory than checkpointing{reach}, so checkpoint, which is exact: "
-                "stage.configure(backward='checkpoint', anchor_every=None)."
+                "Recommended: checkpoint, which is exact. No reverse rule keeps the gradient error "
+                f"below {limit} with a margin of {MARGIN:g} in less memory than checkpointing"
+                f"{reach}. Set it by stage.configure(backward='checkpoint', anchor_every=None)."
             )
         other = self.of(CHECKPOINT)
         options = ", ".join(f"{key}={value!r}" for key, value in best.setting._asdict().items())
         return (
-            f"{str(best.setting).capitalize()} keeps the gradients within {limit} "
-            f"(measured: {best.error:.1e}) in {best.seconds / other.seconds:.2f} × the time and "
-            f"{best.memory / other.memory:.2f} × the memory of checkpointing: "
-            f"stage.configure({options})."
+            f"Recommended: {best.setting}. Its gradient error is {best.error:.1e}, below {limit} "
+            f"with a margin of {MARGIN:g}. It takes {best.seconds / other.seconds:.2f} × the time "
+            f"and {best.memory / other.memory:.2f} × the memory of checkpointing. "
+            f"Set it by stage.configure({options})."
         )
 
     def of(self, setting: Setting) -> Measurement:
@@ -97,7 +101,7 @@ class Report:
         return result
 
     def plot(self, path: str | Path) -> None:
-        """A picture of it (PNG, or whatever the path's ending says). Needs matplotlib."""
+        """Saves a picture of the report, as PNG or in the format of the path's suffix."""
         try:
             from .drawing import draw
         except ImportError as error:
@@ -107,7 +111,9 @@ class Report:
     def __str__(self) -> str:
         return "\n".join(
             [
-                f"{self.stage} on {self.input}, diagnosed with {self.setting}",
+                f"Stage: {self.stage}",
+                f"Input: {self.input}",
+                f"Setting: {self.setting}",
                 "",
                 *self._findings(),
                 "",
@@ -122,43 +128,47 @@ class Report:
         point = max(self.layers, key=lambda layer: layer.point_error)
         c = self.constants
         lines = [
-            f"states     off by {state.state_error:.1e} at worst (x[{state.n}] of {self.depth}), "
-            f"where gradients are taken by {point.point_error:.1e} (x[{point.n}])",
-            f"gradients  off by {self.gradient.error:.1e}, cosine {self.gradient.cosine:.6f}; "
-            f"that of the input by {self.input_gradient.error:.1e}",
+            f"Relative errors with {self.setting}, N = {self.depth}",
+            f"  states                largest {state.state_error:.1e} (at x[{state.n}])",
+            f"  linearization points  largest {point.point_error:.1e} (at x[{point.n}])",
+            f"  parameter gradients   {self.gradient.error:.1e} (all parameters together), "
+            f"cosine similarity {self.gradient.cosine:.6f}",
+            f"  input gradient        {self.input_gradient.error:.1e}",
         ]
         worst = sorted(self.parameters.items(), key=lambda item: -item[1].error)
         width = max((len(name) for name, _ in worst[:WORST]), default=0)
         lines += [
-            f"           {name:<{width}}  {e.error:.1e}, cosine {e.cosine:.6f}"
-            for name, e in worst[:WORST]
+            f"Largest relative errors of single parameter gradients ({len(worst[:WORST])} of "
+            f"{len(worst)} parameters)",
+            *(
+                f"  {name:<{width}}  {e.error:.1e}, cosine similarity {e.cosine:.6f}"
+                for name, e in worst[:WORST]
+            ),
         ]
-        if len(worst) > WORST:
-            lines.append(f"           and {len(worst) - WORST} parameters better than these")
         if c.smoothness is None:
-            lines.append(
-                "weights    the blocks differ in shape: smoothness in depth has no meaning"
-            )
+            change = "undefined, because the blocks differ in shape"
         elif c.smoothness == 0:
-            lines.append("weights    the same in every layer: as smooth in depth as can be")
+            change = "none, all blocks have the same weights"
         else:
-            share = "" if c.relative_smoothness is None else f" ({c.relative_smoothness:.0%} of θ)"
-            lines.append(f"weights    change by up to {c.smoothness:.2g}{share} between layers")
+            share = (
+                "" if c.relative_smoothness is None else f" ({c.relative_smoothness:.0%} of ‖θ‖)"
+            )
+            change = f"at most {c.smoothness:.2g}{share}"
         contraction = abs(self.step) * c.l_f
-        lines.append(
-            f"constants  L_f ≈ {c.l_f:.3g}, C_f ≈ {c.c_f:.3g}; h L_f ≈ {contraction:.2g}, which "
-            "has to be well below 1"
-        )
-        limit = self.bound.largest
-        text = "needs blocks of one shape" if limit is None else f"{limit:.1e}"
-        lines.append(
-            f"bound      on the states with the paper's rule, Prop. {self.bound.proposition}: "
-            f"{text}; measured: {max(self.bound.measured):.1e}"
-        )
+        limit, prop = self.bound.largest, self.bound.proposition
+        text = "undefined, because the blocks differ in shape" if limit is None else f"{limit:.1e}"
+        lines += [
+            "Conditions of the paper's theory",
+            f"  change of the weights from block to block   {change}",
+            f"  estimates of the constants                  L_f ≈ {c.l_f:.3g}, C_f ≈ {c.c_f:.3g}",
+            f"  h L_f (should be well below 1)              {contraction:.2g}",
+            f"  bound on the states' error, rule paper      {text} (Prop. {prop})",
+            f"  measured error of the states, rule paper    {max(self.bound.measured):.1e}",
+        ]
         return lines
 
     def _table(self) -> list[str]:
-        """A line for each rule and order: errors and memory, by the distance of the anchors."""
+        """One line per rule and order: gradient error and memory for every distance of anchors."""
         unit = self.of(CHECKPOINT).seconds
         spacings = [
             None,
@@ -174,14 +184,19 @@ class Report:
             times[m.setting.work] = m.seconds
         width = max(len(str(work)) for work in lines)
         heads = ["no anchors", *(f"anchors every {k}" for k in spacings[1:])]
+        columns = "  ".join([f"{'error':>8} {'memory':>9}"] * len(heads))
         return [
-            f"{'error, memory':<{width}}  {'  '.join(f'{head:^18}' for head in heads)}"
-            f"  {'time/step':>11}  vs checkpoint",
+            f"{'':<{width}}  {'  '.join(f'{head:>18}' for head in heads)}",
+            f"{'setting':<{width}}  {columns}  {'time/step':>11}  vs checkpoint",
             *(
                 f"{work!s:<{width}}  {'  '.join(cells.get(k, ' ' * 18) for k in spacings)}"
                 f"  {1e3 * times[work]:>8,.1f} ms  {times[work] / unit:>11.2f} ×"
                 for work, cells in lines.items()
             ),
+            "error: relative error of all parameter gradients together or of the input gradient, "
+            "whichever is larger",
+            "memory: peak of states and activations in a training step",
+            "*: the recommended setting; its error covers nearby inputs as well",
         ]
 
 

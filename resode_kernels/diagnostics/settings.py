@@ -1,5 +1,5 @@
-"""The settings that a stage could be trained with: what each costs, and what it does to the
-gradients."""
+"""The settings that a stage could be trained with: gradient error, memory and time of each, and the
+choice of one."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from .gradients import GradientError
 from .probe import Gradients, Loss, Probe, saved_bytes
 
 HIGHEST_ORDER = 3
-"""Of those that are compared."""
+"""The highest order that is compared."""
 MARGIN = 2.0
-"""A setting is trusted with a bound if it stays below it by this factor: other batches differ."""
+"""A setting is chosen if its error is below the bound by this factor: other batches differ."""
 NEARBY = 3
-"""How many inputs nearby a setting has to prove itself at."""
+"""The number of nearby inputs at which a setting is tested before it is chosen."""
 MAX_TURNS = 20
 ALIKE = 1.05
-"""Times whose ratio is below this are the same."""
+"""Times whose ratio is below this count as equal."""
 
 
 class Setting(NamedTuple):
-    """Options of a stage that change how its gradients are computed, and nothing else."""
+    """The options of a stage that change only how its gradients are computed."""
 
     backward: str = "adjoint"
     reverse: str = "refined"
@@ -40,13 +40,13 @@ class Setting(NamedTuple):
 
     @staticmethod
     def of(options: Options) -> Setting:
-        """The reconstruction that the options ask for, also if they ask for an exact mode."""
+        """The reconstruction that the options describe, even if ``backward`` is exact."""
         anchors = options.anchor_every if options.backward == "adjoint" else None
         return Setting("adjoint", options.reverse, options.resolved_order, anchors)
 
     @property
     def work(self) -> Setting:
-        """The setting without anchors, which change nothing in what is computed."""
+        """The setting without anchors: they do not change the time of a step."""
         return self._replace(anchor_every=None) if self.backward == "adjoint" else self
 
     def __str__(self) -> str:
@@ -64,8 +64,8 @@ CHECKPOINT, STORED = Setting("checkpoint"), Setting("stored")
 
 
 def candidates(depth: int) -> list[Setting]:
-    """Every reverse rule and order, without anchors and with some around √depth apart, which is
-    where checkpoints would be."""
+    """Every reverse rule and order, without anchors and with anchors at several distances around
+    √depth, which is the distance of checkpoints."""
     rules = [
         (rule, order)
         for rule, orders in ORDERS.items()
@@ -78,26 +78,26 @@ def candidates(depth: int) -> list[Setting]:
 
 @dataclass(frozen=True)
 class Measurement:
-    """Of one setting."""
+    """Errors, memory and time of one setting."""
 
     setting: Setting
     gradient: GradientError
-    """Of all parameter gradients together."""
+    """The error of all parameter gradients together."""
     input: GradientError
-    """Of the gradient that goes on to what is before the stage."""
+    """The error of the gradient of the stage's input."""
     memory: int
-    """Bytes of states and activations in use at the worst moment of a step, parameters and their
-    gradients aside. What autograd holds between the passes is measured, the rest counted; the
-    scratch of kernels and temporaries inside of a block are not."""
+    """The peak of states and activations in a training step, in bytes, without parameters and their
+    gradients. What autograd holds between the passes is measured, the rest is calculated. Scratch
+    memory of kernels and temporaries inside a block are not included."""
     seconds: float
-    """Of a training step, forward and backward. Anchors do not change it: the median of all
-    measurements of the rule and order."""
+    """The time of a training step, forward and backward. Anchors do not change it, so it is the
+    median of all measurements of the rule and order."""
     nearby: float = 0.0
-    """The largest error of either at inputs nearby, if they were looked at."""
+    """The largest of both errors at nearby inputs; 0 if they were not tested."""
 
     @property
     def error(self) -> float:
-        """The largest of all."""
+        """The largest of these errors."""
         return max(self.gradient.error, self.input.error, self.nearby)
 
 
@@ -109,8 +109,8 @@ def measure(
     seconds: float,
     progress: Callable[[Iterable[Any]], Iterable[Any]],
 ) -> list[Measurement]:
-    """Errors and memory of every setting, then times of all in turns, until ``seconds`` have passed
-    in them: at least one turn."""
+    """Errors, memory and times of all settings. Times are measured in turns until ``seconds`` have
+    passed, at least one turn."""
     found = [
         (*errors(probe, cotangent, exact, setting), memory(probe, setting))
         for setting in progress(settings)
@@ -125,14 +125,14 @@ def measure(
 def errors(
     probe: Probe, cotangent: State, exact: Gradients, setting: Setting
 ) -> tuple[GradientError, GradientError]:
-    """Of a setting's gradients: see ``Gradients.errors``."""
+    """The errors of a setting's gradients, see ``Gradients.errors``."""
     return probe.gradients(cotangent, **setting._asdict()).errors(exact)
 
 
 def _times(
     probe: Probe, cotangent: State, settings: Sequence[Setting], seconds: float
 ) -> dict[Setting, float]:
-    """Medians, by what the setting computes."""
+    """The median time of a step for every ``Setting.work``."""
     taken: dict[Setting, list[float]] = {setting.work: [] for setting in settings}
     begin = time.perf_counter()
     for _ in range(MAX_TURNS):
@@ -157,10 +157,10 @@ def _wait(probe: Probe) -> None:
 
 
 def memory(probe: Probe, setting: Setting) -> int:
-    """See ``Measurement.memory``. Beside what is held, the way back has the cotangent and
-    reconstructing rules the state, p, their history and one evaluation's activations; exact ones
-    have a segment of states, or of activations if the blocks are modules. Stacked blocks work on
-    tiles of rows, of which neither activations nor p count."""
+    """See ``Measurement.memory``. In addition to what autograd holds, the reverse pass needs the
+    cotangent. Rules that reconstruct states need the state, p, the history and the activations of
+    one step. Exact ones need a segment of states, or of activations if the blocks are modules.
+    Stages with stacked parameters work on tiles of rows, whose activations and p do not count."""
     stage, options = probe.stage, setting._asdict()
     held = probe.held_bytes(**options)
     state: int = sum(t.nbytes for t in parts(in_stream(probe.x)))
@@ -178,7 +178,7 @@ def memory(probe: Probe, setting: Setting) -> int:
 
 
 def block_bytes(probe: Probe) -> int:
-    """What autograd keeps of one evaluation of a block, its parameters aside."""
+    """The bytes that autograd saves for one evaluation of a block, without its parameters."""
     with probe.untouched() as named, torch.enable_grad():
         known = {t.untyped_storage().data_ptr() for t in named.values()}
         with saved_bytes(known) as held:
@@ -187,8 +187,8 @@ def block_bytes(probe: Probe) -> int:
 
 
 def stored_fits(probe: Probe, checkpointed: int) -> bool:
-    """Whether standard backprop, by a generous estimate from what checkpointing takes, would use
-    less than half of the memory that is free."""
+    """Whether standard backprop would take less than half of the free memory, by a generous
+    estimate from the memory of checkpointing."""
     estimate = checkpointed * math.sqrt(probe.stage.depth)
     device = parts(probe.x)[0].device
     if device.type == "cuda":
@@ -196,7 +196,7 @@ def stored_fits(probe: Probe, checkpointed: int) -> bool:
         return estimate < free / 2
     try:
         return estimate < os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2
-    except (ValueError, OSError, AttributeError):  # not everywhere
+    except (ValueError, OSError, AttributeError):  # not every platform has these
         return False
 
 
@@ -206,9 +206,9 @@ def stored_fits(probe: Probe, checkpointed: int) -> bool:
 def choose(
     probe: Probe, loss: Loss | None, measurements: list[Measurement], max_gradient_error: float
 ) -> Measurement:
-    """The cheapest setting that also keeps to the bound at inputs nearby: a kink of f (relu's, say)
-    that lies between a state and its reconstruction spoils a gradient, and whether one does is a
-    matter of luck. Notes in ``measurements`` what it found."""
+    """The cheapest setting whose error is below the bound also at nearby inputs. One input is not
+    enough: a kink of f (of a relu, say) between a state and its reconstruction spoils a gradient,
+    and whether one lies there is a matter of chance. Updates ``measurements`` by these errors."""
     nearby = [probe.nearby(seed) for seed in range(NEARBY)]
     confirmed: set[Setting] = set()
     while True:
@@ -226,9 +226,9 @@ def choose(
 
 
 def cheapest(measurements: Sequence[Measurement], max_gradient_error: float) -> Measurement:
-    """The fastest setting that keeps to the bound with a margin and takes less memory than
-    checkpointing; of those that are alike in time, the one with the least memory. Checkpointing if
-    there is none."""
+    """The fastest setting whose error is below the bound with a margin and whose memory is below
+    that of checkpointing; of settings with equal times, the one with the least memory.
+    Checkpointing if there is no such setting."""
     fallback = next(m for m in measurements if m.setting == CHECKPOINT)
     kept = [
         m

@@ -1,4 +1,4 @@
-"""The states of a stage, and how well they are reconstructed on the way back."""
+"""The states of a stage, and the errors of their reconstructions in the reverse pass."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .probe import Probe
 
 
 def norm(x: Any) -> float:
-    """Euclidean, of all tensors of a state together."""
+    """The Euclidean norm of all tensors of a state together."""
     squares = [t.detach().double().square().sum() for t in parts(x)]
     return math.sqrt(float(sum(squares)))
 
@@ -33,7 +33,7 @@ class ProbedBlock(reference.Block):
     def __init__(self, probe: Probe, n: int) -> None:
         self.probe, self.n = probe, n
         self.largest = 0.0
-        """‖f(x)‖ at any x so far."""
+        """The largest ‖f(x)‖ of all evaluations so far."""
 
     def f(self, x: Any, k: int) -> Any:
         with torch.no_grad(), self.seeded(k):
@@ -64,7 +64,7 @@ class ProbedBlock(reference.Block):
         return state_like(y, [t.detach() for t in parts(y)]), pullback
 
     def repeats(self, k: int, j: int) -> bool:
-        return False  # for all that is known
+        return False  # unknown, so evaluations are never shared
 
     @contextmanager
     def seeded(self, k: int) -> Iterator[None]:
@@ -75,8 +75,8 @@ class ProbedBlock(reference.Block):
 
 
 class Trajectory:
-    """The states x[0] … x[N]. Every √N-th is kept; the others are computed again, a segment at a
-    time. Made and used inside ``probe.untouched()``."""
+    """The states x[0] … x[N]. Every √N-th is stored; the others are computed again, a segment at a
+    time. To be made and used inside ``probe.untouched()``."""
 
     def __init__(self, probe: Probe) -> None:
         stage = probe.stage
@@ -109,13 +109,13 @@ class Trajectory:
 
 
 class Layer(NamedTuple):
-    """A state x[n] and its reconstruction, ‖error‖ / ‖x[n]‖."""
+    """The errors of a state's reconstruction, relative to the state: ‖error‖ / ‖x[n]‖."""
 
     n: int
     state_error: float
-    """Of x̃[n]."""
+    """The error of x̃[n]."""
     point_error: float
-    """Of p, where the step's gradient is taken."""
+    """The error of p, the step's linearization point."""
     size: float
     """‖x[n]‖."""
 
@@ -123,7 +123,7 @@ class Layer(NamedTuple):
 def reconstructed(
     trajectory: Trajectory, rule: str, order: int, anchor_every: int = 0
 ) -> list[Layer]:
-    """The way back from x[N], without gradients: layers 0 … N − 1."""
+    """The reverse pass from x[N] without gradients: the errors for n = 0 … N − 1."""
     layers: list[Layer] = []
 
     def watch(n: int, p: Any, x: Any) -> None:

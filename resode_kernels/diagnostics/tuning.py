@@ -1,4 +1,4 @@
-"""``diagnose`` looks at a stage's gradients, ``tune`` acts on what it sees."""
+"""``diagnose`` measures the error of a stage's gradients, ``tune`` also sets its options."""
 
 from __future__ import annotations
 
@@ -35,19 +35,20 @@ def diagnose(
     args: tuple[Any, ...] = (),
     kwargs: dict[str, Any] | None = None,
 ) -> Report:
-    """What the adjoint method does to the gradients of ``stage`` at the input x.
+    """Measures the error of the gradients of ``stage`` at the input x, with its own setting and
+    with others.
 
     loss                takes the stage's output and returns a number, say ``lambda y:
                         criterion(head(y), labels)``. None: a random linear function
-    max_gradient_error  what the recommendation keeps to
-    settings            to compare, beside checkpointing. None: every rule and order, with anchors
-                        at several distances
-    seconds             spent on timing the settings, beside one step with each
+    max_gradient_error  the bound on the error of the recommended setting
+    settings            the settings to compare with checkpointing. None: every rule and order,
+                        without anchors and with anchors at several distances
+    seconds             the time spent on timing; every setting is timed once at least
     args, kwargs        passed on: ``stage(x, *args, **kwargs)``
 
-    Exact gradients come from checkpointed segments, so a network that does not fit into memory can
-    be diagnosed, too. Nothing in the stage changes: parameters, gradients, buffers, modes, options
-    and random number generators are as before.
+    Exact gradients are computed in checkpointed segments. Therefore a stage can be diagnosed even
+    if standard backprop does not fit into memory. The stage is not changed: parameters, gradients,
+    buffers, modes, options and random number generators are as before.
     """
     probe = Probe(stage, x, args, kwargs)
     cotangent = probe.cotangent(loss)
@@ -114,12 +115,13 @@ def tune(
     max_gradient_error: float = 1e-2,
     **more: Any,
 ) -> Report:
-    """Sets the cheapest way of computing ``stage``'s gradients whose error, relative to exact
-    backprop, stays below ``max_gradient_error`` with a margin of two: the fastest of those that
-    take less memory than checkpointing; checkpointing if there is none.
+    """Sets the fastest setting of ``stage`` whose gradient error stays below ``max_gradient_error``
+    with a margin of two and which takes less memory than checkpointing. If there is none, it sets
+    checkpointing.
 
-    The error is that of all parameter gradients together, or of the input's gradient if that is
-    larger. Takes what ``diagnose`` takes and returns its report.
+    The error is relative to exact gradients. It is that of all parameter gradients together, or of
+    the input's gradient if that is larger. Takes the arguments of ``diagnose`` and returns its
+    report.
     """
     report = diagnose(stage, x, loss, max_gradient_error=max_gradient_error, **more)
     stage.configure(**report.recommended.setting._asdict())
@@ -127,7 +129,7 @@ def tune(
 
 
 def _progress(settings: Iterable[Any]) -> Iterable[Any]:
-    """A bar on terminals, if tqdm is there."""
+    """The settings, with a progress bar on terminals if tqdm is installed."""
     try:
         from tqdm import tqdm  # type: ignore[import-untyped]
     except ImportError:

@@ -17,7 +17,7 @@ from . import ops
 
 
 def run(x: Tensor, problem: Problem, backend: str) -> tuple[Tensor, Tensor]:
-    """x[N] in x's dtype and the statistics of the batch; x[N] is differentiable if needed."""
+    """x[N] in x's dtype, differentiable if needed, and the batch statistics."""
     inputs = (x, *problem.parameters)
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in inputs):
         without_parameters = problem._replace(parameters=())
@@ -30,7 +30,7 @@ def run(x: Tensor, problem: Problem, backend: str) -> tuple[Tensor, Tensor]:
 
 
 class StageFunction(torch.autograd.Function):
-    """The parameters are inputs of their own, and not in ``problem``."""
+    """The parameters are separate inputs; ``problem.parameters`` is empty."""
 
     @staticmethod
     def forward(
@@ -43,7 +43,7 @@ class StageFunction(torch.autograd.Function):
         ctx.problem, ctx.backend, ctx.dtype = problem, backend, x.dtype
         problem = problem._replace(parameters=parameters)
         y, anchors, statistics = ops.forward(x.to(stream_dtype(x.dtype)), problem, backend)
-        # The reverse pass starts at one end of the trajectory: "exact" at x[0], otherwise at x[N].
+        # The reverse rule "exact" recomputes states from x[0]; the others reconstruct from x[N].
         exact = problem.method.reverse_rule == "exact"
         ctx.save_for_backward(x if exact else y, anchors, *parameters)
         ctx.mark_non_differentiable(statistics)

@@ -1,6 +1,6 @@
 """The two passes of a stage as ``torch.library`` ops, which is what ``torch.compile`` sees.
 
-    forward   x[0] → x[N], the anchors and the statistics of the batch
+    forward   x[0] → x[N], the anchors and the batch statistics
     reverse   ∂L/∂x[N] → ∂L/∂x[0] and the parameter gradients
 
 Each op allocates its results and lets a backend fill them. States are in the stream's dtype,
@@ -41,7 +41,7 @@ def _new_states(x: Tensor, problem: Problem) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _new_gradients(start: Tensor, needs: Sequence[bool], problem: Problem) -> list[Tensor]:
-    """For x and every parameter; empty where no gradient is needed."""
+    """Gradients of x and every parameter; an empty tensor where none is needed."""
     return [
         torch.empty_like(t) if t is not None and need else start.new_empty(0)
         for t, need in zip((start, *problem.parameters), needs, strict=True)
@@ -81,7 +81,7 @@ def _reverse(
         backend.reverse(problem, ReverseIO(start, anchors, cotangent, wanted, flag))
         if flag is not None:
             nonfinite.report(problem.method, int(flag), start)
-    else:  # no rows: nothing to sum
+    else:  # without rows every gradient is zero
         for gradient in gradients:
             gradient.zero_()
     return gradients
@@ -96,7 +96,7 @@ for _name, _implementation, _fake in (
 
 
 def forward(x: Tensor, problem: Problem, backend: str) -> tuple[Tensor, Tensor, Tensor]:
-    """x[N], the anchors and the statistics of the batch."""
+    """x[N], the anchors and the batch statistics."""
     result: tuple[Tensor, Tensor, Tensor] = torch.ops.resode_kernels.forward.default(
         x, *problem.flat(), backend
     )

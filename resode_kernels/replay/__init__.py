@@ -2,9 +2,9 @@
 
 function.py      the autograd.Function of a stage of modules
 blocks.py        modules as blocks whose evaluations can be repeated exactly
-parameters.py    the places of parameters in modules, and stand-ins for them
+parameters.py    the places of parameters in modules, and stand-ins to put there
 surroundings.py  random number generators and autocast
 
-``reference.py`` has the passes. Stages with fused kernels take the other path,
-``resode_kernels.fused``.
+The forward and the reverse pass are in ``reference.py``. Stages with fused kernels take the other
+path, ``resode_kernels.fused``.
 """

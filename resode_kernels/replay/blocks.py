@@ -2,8 +2,8 @@
 
 An evaluation of a module depends on more than its input and its parameters: on random numbers,
 buffers, train/eval mode and autocast. The backward pass *replays* evaluations of the forward pass,
-to reconstruct states and to differentiate at them, with all of these as they were, and leaves
-buffers, generators and modes as it found them.
+to reconstruct states and to differentiate at them. A replay runs with all of these as they were,
+and afterwards buffers, generators and modes are as before the replay.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Call:
             del self.args, self.kwargs
 
     def given(self, x: State) -> Any:
-        """The state as a module is given it."""
+        """The state in the dtypes in which modules receive it."""
         return state_like(x, [t.to(dtype) for t, dtype in zip(parts(x), self.dtypes, strict=True)])
 
     def __call__(self, module: nn.Module, given: Any) -> Any:
@@ -54,12 +54,12 @@ class Call:
 
 
 def as_states(x: State, y: Sequence[Tensor]) -> Any:
-    """What a module returned, as an update of x."""
+    """A module's output y in the dtypes of the state x."""
     return state_like(x, [new.to(state.dtype) for new, state in zip(y, parts(x), strict=True)])
 
 
 class PlainBlock(reference.Block):
-    """A module, evaluated as it is. What it returns is checked."""
+    """A module that is not replayed. Its output is checked."""
 
     def __init__(self, index: int, module: nn.Module, call: Call) -> None:
         self.index, self.module, self.call = index, module, call
@@ -73,13 +73,13 @@ class PlainBlock(reference.Block):
         y = self.call(self.module, given)
         if versions != [t._version for t in parts(given)]:
             raise RuntimeError(
-                f"{self} works in place on its input, which is still needed: let it use an "
-                "operation that is not in place, say nn.ReLU(inplace=False), or clone first"
+                f"{self} works in place on its input, which the stage still needs: use an "
+                "operation that is not in place, say nn.ReLU(inplace=False), or clone the input"
             )
         return as_states(x, self.checked(x, y))
 
     def checked(self, x: State, y: Any) -> Sequence[Tensor]:
-        takes = "a block computes f(x), of the shape of its input"
+        takes = "a block must return f(x) with the shape of its input x"
         if isinstance(x, tuple):
             if not isinstance(y, tuple) or len(y) != len(x):
                 raise TypeError(
@@ -89,7 +89,9 @@ class PlainBlock(reference.Block):
             y = (y,)
         for new, state in zip(y, parts(x), strict=True):
             if not isinstance(new, Tensor) or not new.is_floating_point():
-                raise TypeError(f"{self} returned {described(new)}, not a real tensor; {takes}")
+                raise TypeError(
+                    f"{self} returned {described(new)}, not a floating-point tensor; {takes}"
+                )
             if new.shape != state.shape:
                 raise ValueError(
                     f"{self} returned the shape {list(new.shape)} for a state of the shape "
@@ -108,13 +110,13 @@ def described(value: object) -> str:
 
 
 class Evaluation(NamedTuple):
-    """What an evaluation read apart from its input and parameters, as it was before."""
+    """What an evaluation depends on besides its input and parameters, as it was before."""
 
     generators: dict[torch.device, Tensor]
     """States of the random number generators that it used."""
     buffers: dict[tuple[nn.Module, str], Tensor]
-    """Values of the buffers that it changed. Those of BatchNorm and its kind are not among them:
-    when a layer changes them it does not read them."""
+    """Values of the buffers that it changed. Running statistics of batch norms are left out: a
+    layer that updates them does not read them."""
 
 
 class ReplayedBlock(PlainBlock):
@@ -129,7 +131,7 @@ class ReplayedBlock(PlainBlock):
         self.modes = [(m, m.training) for m in modules]
         self.keys = [(m, key) for m in modules for key, b in m._buffers.items() if b is not None]
         self.inputs: list[Tensor] = []
-        """What a backward pass differentiates with respect to, apart from the state."""
+        """The tensors, besides the state, for which a backward pass computes gradients."""
 
     def repeats(self, k: int, j: int) -> bool:
         return not any(any(self.evaluations[i]) for i in (k, j))
@@ -163,7 +165,7 @@ class ReplayedBlock(PlainBlock):
         return [(m, key, m._buffers[key]) for m, key in self.keys]  # type: ignore[misc]
 
     def linearize(self, x: State, k: int, wrt_x: bool = True) -> tuple[Any, reference.Pullback]:
-        wrt_x = wrt_x or self.sharded  # FSDP reduces gradients when that of the input is there
+        wrt_x = wrt_x or self.sharded  # FSDP reduces gradients when the input's is computed
         given = state_like(x, [t.detach().requires_grad_(wrt_x) for t in parts(self.call.given(x))])
         states = parts(given) if wrt_x else ()
         inputs = (*states, *self.inputs)
@@ -181,7 +183,7 @@ class ReplayedBlock(PlainBlock):
             ]
             if not outputs:
                 return None, (None,) * len(self.inputs)
-            with self.buffers_at(k):  # a checkpoint inside the module runs it again now
+            with self.buffers_at(k):  # a checkpoint inside the module reruns it now
                 grads = self.vjp([t for t, _ in outputs], [g for _, g in outputs], inputs)
             return state_like(x, grads[: len(states)]) if wrt_x else None, grads[len(states) :]
 
@@ -192,7 +194,7 @@ class ReplayedBlock(PlainBlock):
     ) -> tuple[Tensor | None, ...]:
         if not self.sharded:
             return torch.autograd.grad(outputs, inputs, cotangents, allow_unused=True)
-        # The module's parameters get their gradients by FSDP's hooks, in a backward() of its own.
+        # FSDP's hooks assign the gradients of the parameters, and only backward() calls them.
         torch.autograd.backward(outputs, cotangents)
         grads = tuple(t.grad for t in inputs)
         for t in inputs:
@@ -206,7 +208,7 @@ class ReplayedBlock(PlainBlock):
 
     @contextmanager
     def buffers_at(self, k: int) -> Iterator[None]:
-        """The buffers as before evaluation k: copies, so that what happens to them is forgotten."""
+        """Context with copies of the buffers as they were before evaluation k."""
         before = self.evaluations[k].buffers
         now = self.buffers()
         try:
@@ -227,7 +229,7 @@ class ReplayedBlock(PlainBlock):
                 raise RuntimeError(
                     f"{self} uses a tensor of the shape {list(leaf.shape)} that requires grad and "
                     "is neither its parameter nor an argument, so its gradient would be lost: pass "
-                    "it, or what is computed from it, as stage(x, tensor), or detach it"
+                    "it, or a tensor computed from it, as stage(x, tensor), or detach it"
                 )
 
 

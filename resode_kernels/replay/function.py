@@ -1,11 +1,11 @@
 """The ``autograd.Function`` of a stage whose blocks are modules, run by the reference's passes.
 
 Every state, argument and trainable parameter is an input of the Function and every gradient is
-returned from it: no nested ``backward()``, no writes to ``.grad``. A block's own VJP is autograd's,
-taken with respect to *stand-ins*: detached aliases that the modules hold instead of their
-parameters during the backward pass. So hooks on the parameters see the finished gradient, once.
-(Blocks that are FSDP units of their own are the exception: FSDP gives their parameters the
-gradients.)
+returned from it: no nested ``backward()``, no writes to ``.grad``. Autograd computes the VJP of a
+block with respect to *stand-ins*: detached aliases that the modules hold instead of their
+parameters during the backward pass. Therefore hooks on the parameters see the finished gradient,
+once. (Blocks that are FSDP units of their own are the exception: FSDP assigns the gradients of
+their parameters.)
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from .surroundings import Surroundings
 
 
 class Gradients(list[Any]):
-    """Sums, one per input of the Function."""
+    """The summed gradients, one per input of the Function."""
 
     def add(self, number: int, gradient: Tensor | None) -> None:
         self[number] = reference.accumulate(self[number], gradient)
 
 
 class Run:
-    """A run of a stage: what its backward pass needs apart from tensors. The inputs of the Function
+    """A run of a stage: what its backward pass needs besides tensors. The inputs of the Function
     are always in this order: states, arguments, parameters."""
 
     def __init__(
@@ -58,7 +58,7 @@ class Run:
         self.refuse_sharing_sharded_blocks()
 
     def refuse_sharing_sharded_blocks(self) -> None:
-        """FSDP reduces the gradients of a unit once in a backward pass, unless it is the root."""
+        """FSDP reduces the gradients of a unit once per backward pass, unless it is the root."""
         if not any(block.sharded for block in self.blocks):
             return
         seen: set[nn.Module] = set()
@@ -68,13 +68,13 @@ class Run:
                 if units & seen:
                     raise RuntimeError(
                         f"{block} is an FSDP unit (fully_shard) and serves more than one "
-                        "evaluation, for which FSDP would lose gradients: shard the whole stage, "
+                        "evaluation, so FSDP would lose gradients: shard the whole stage with "
                         "fully_shard(stage), or use backward='stored'"
                     )
                 seen |= units
 
     def split(self, tensors: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any], Sequence[Any]]:
-        """States, arguments, parameters."""
+        """The inputs of the Function as states, arguments and parameters."""
         a = len(parts(self.kind))
         b = a + len(self.call.places)
         return tensors[:a], tensors[a:b], tensors[b:]
@@ -84,7 +84,7 @@ class Run:
     ) -> tuple[Any, dict[int, Any]]:
         """x[N] and the anchors."""
         cache = torch.is_autocast_cache_enabled()
-        torch.set_autocast_cache_enabled(False)  # as in Surroundings
+        torch.set_autocast_cache_enabled(False)  # see Surroundings.autocast_as_it_was
         try:
             with self.call.filled(arguments):
                 x = in_stream(state_like(self.kind, states))
@@ -93,7 +93,7 @@ class Run:
             torch.set_autocast_cache_enabled(cache)
 
     def last_step(self, needs: Sequence[bool]) -> int:
-        """The step where the reverse pass may end: no needed gradient depends on those before."""
+        """The step where the reverse pass may end: earlier steps affect no needed gradient."""
         states, arguments, parameters = self.split(needs)
         if any(states) or any(arguments):
             return 0
@@ -182,7 +182,7 @@ class ResidualFunction(torch.autograd.Function):
     def forward(ctx: Any, run: Run, *tensors: Tensor) -> Any:
         states, arguments, parameters = run.split(tensors)
         y, anchors = run.forward(states, arguments)
-        # The reverse pass starts at one end of the trajectory: exact from x[0], otherwise x[N].
+        # The rule "exact" recomputes states from x[0]; the others reconstruct them from x[N].
         start = states if run.method.reverse_rule == "exact" else parts(y)
         ctx.run, ctx.anchor_steps = run, list(anchors)
         kept = [part for state in anchors.values() for part in parts(state)]
@@ -230,10 +230,10 @@ def run(
     stored: bool,
     combine: reference.Combine = reference.combine,
 ) -> Any:
-    """A stage whose blocks are ``modules``. ``stored``: plain autograd, nothing is replayed.
+    """Runs a stage whose blocks are ``modules``. ``stored``: plain autograd, nothing is replayed.
     ``combine`` updates the states."""
     grad = torch.is_grad_enabled()
-    # Not in inference mode, where in-place changes of tensors go unnoticed.
+    # Inference mode is left, because in-place changes of tensors cannot be detected in it.
     with torch.inference_mode(False), torch.set_grad_enabled(grad):
         x = state_like(x, [t.clone() if t.is_inference() else t for t in parts(x)])
         call = Call(x, args, kwargs)

@@ -1,4 +1,4 @@
-"""Where modules keep their parameters, and other tensors in their places for a while."""
+"""The places where modules keep their parameters, and stand-ins in these places."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ class Slot(NamedTuple):
 def trainable(
     modules: Sequence[nn.Module],
 ) -> tuple[list[nn.Parameter], dict[nn.Module, list[Slot]]]:
-    """The parameters that require grad, each once, and where each module keeps which. Parameters
-    that FSDP manages inside a module have no slots: it puts them in place."""
+    """The parameters that require grad, each once, and the slots of every module. Parameters that
+    FSDP manages inside a module have no slots, because FSDP puts them in place."""
     numbers: dict[nn.Parameter, int] = {}
     slots: dict[nn.Module, list[Slot]] = {}
     for module in dict.fromkeys(modules):
@@ -49,7 +49,7 @@ def standing_in(
     slots: Sequence[Slot],
     modes: Sequence[tuple[nn.Module, bool]],
 ) -> Iterator[None]:
-    """Inside, ``parameters`` are in the slots and the modules in the train/eval modes given."""
+    """Context with ``parameters`` in the slots and the modules in the given train/eval modes."""
     now = [(slot, slot.owner._parameters[slot.name]) for slot in slots]
     changed = [(m, mode) for m, mode in modes if m.training != mode]
     try:
@@ -66,7 +66,7 @@ def standing_in(
 
 
 def is_sharded(module: nn.Module) -> bool:
-    """Whether ``fully_shard`` was applied to the module: FSDP puts its parameters in place while it
-    runs, and reduces their gradients itself."""
+    """Whether ``fully_shard`` was applied to the module. FSDP then puts its parameters in place
+    while it runs, and reduces their gradients itself."""
     fsdp = sys.modules.get("torch.distributed.fsdp")  # not imported: nothing is sharded
     return fsdp is not None and isinstance(module, fsdp.FSDPModule)

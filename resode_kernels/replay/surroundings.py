@@ -12,7 +12,7 @@ from ..states import State, parts
 
 
 class Surroundings:
-    """The devices of a state, and autocast as it was when this object was made."""
+    """The devices of a state, and the autocast settings when this object was made."""
 
     def __init__(self, x: State) -> None:
         devices = dict.fromkeys([torch.device("cpu"), *(t.device for t in parts(x))])
@@ -29,7 +29,7 @@ class Surroundings:
 
     @contextmanager
     def restored(self, generators: dict[torch.device, Tensor]) -> Iterator[None]:
-        """Inside, the generators are in the given states; afterwards they are as before."""
+        """Context with the generators in the given states; afterwards they are as before."""
         now = {device: generator_state(device) for device in generators}
         try:
             for device, state in generators.items():
@@ -41,7 +41,7 @@ class Surroundings:
                 set_generator_state(device, state)
 
     def autocast_as_it_was(self) -> ExitStack:
-        """Without its cache, which would hand casts made under no_grad to evaluations with grad."""
+        """Its cache is off: it would give casts made under no_grad to evaluations with grad."""
         stack = ExitStack()
         for name, (now, _), (enabled, dtype) in zip(
             self.types, self.autocast_now(), self.autocast, strict=True

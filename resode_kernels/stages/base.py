@@ -1,4 +1,4 @@
-"""What all stages share, and what those with stacked parameters share."""
+"""The base classes of all stages and of stages with stacked parameters."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Stage(nn.Module):
 
     @property
     def runs_modules(self) -> bool:
-        """Whether its blocks run as modules, not in kernels."""
+        """Whether the blocks run as modules instead of in fused kernels."""
         return False
 
     def residual(self, n: int, x: Any, *args: Any, **kwargs: Any) -> Any:
@@ -39,11 +39,11 @@ class Stage(nn.Module):
         raise NotImplementedError
 
     def by_block(self, named: Mapping[str, Tensor]) -> list[list[Tensor]]:
-        """Tensors with the names and shapes of parameters, all or some, sorted by block."""
+        """The tensors sorted by block. They have the names and shapes of (some) parameters."""
         raise NotImplementedError
 
     def configure(self, **options: Unpack[StageOptions]) -> Stage:
-        """Changes options, say ``stage.configure(backward="stored")``; returns the stage."""
+        """Changes options, as in ``stage.configure(backward="stored")``. Returns the stage."""
         new = Options.of({**vars(self.options), **options})
         if not self.tied and new.blocks(self.depth) != self.num_blocks:
             raise ValueError(
@@ -54,7 +54,7 @@ class Stage(nn.Module):
         return self
 
     def place_blocks(self, places: Sequence[Fraction]) -> None:
-        """Replaces the blocks by copies of those at these places (``interpolation.py``)."""
+        """Replaces the blocks by copies interpolated at these positions (``interpolation.py``)."""
         raise NotImplementedError
 
     def extra_repr(self) -> str:
@@ -67,7 +67,7 @@ class StackedStage(Stage):
     """A stage whose parameters are stacked over its blocks."""
 
     stacked: ClassVar[tuple[str, ...]]
-    """Their names. Any of them may be None."""
+    """The names of the parameters. Any parameter may be None."""
 
     def by_block(self, named: Mapping[str, Tensor]) -> list[list[Tensor]]:
         return [[tensor[n] for tensor in named.values()] for n in range(self.num_blocks)]
@@ -84,14 +84,14 @@ class StackedStage(Stage):
             if name not in self._parameters:
                 raise ValueError(
                     f"{name} is computed by a parametrization, which cannot be split into blocks; "
-                    "remove it (torch.nn.utils.parametrize.remove_parametrizations)"
+                    "remove it first (torch.nn.utils.parametrize.remove_parametrizations)"
                 )
             new = torch.stack([tensor_at(old, place) for place in places])
             setattr(self, name, nn.Parameter(new, requires_grad=old.requires_grad))
 
 
 def init_linear(weight: nn.Parameter, bias: nn.Parameter | None = None) -> None:
-    """As ``nn.Linear``: uniform in ±1/√(inputs)."""
+    """Initializes like ``nn.Linear``: uniform in ±1/√(inputs)."""
     bound = 1 / math.sqrt(weight.shape[-1])
     for parameter in (weight, bias):
         if parameter is not None:

@@ -20,11 +20,12 @@ WINDOWS = {"basic": (3, 3), "bottleneck": (1, 3, 1)}
 class ConvBlock(nn.Module):
     """f(x) = u_L with u_0 = x and u_l = bn_l(conv_l(σ(u_{l−1}))): the pre-activation block.
 
-    windows  of the convolutions conv1, conv2, …; the channels between them are ``hidden``
-    outputs  channels of f(x); None: ``channels``
-    stride   of the first 3 × 3 convolution
+    windows  the window sizes of the convolutions conv1, conv2, …
+    hidden   the number of channels between the convolutions
+    outputs  the number of channels of f(x); None: ``channels``
+    stride   the stride of the first 3 × 3 convolution
 
-    In a stage a block keeps the shape of x, and has neither ``outputs`` nor a ``stride``.
+    In a stage every block keeps the shape of x: ``outputs`` and ``stride`` have their defaults.
     """
 
     def __init__(
@@ -73,12 +74,12 @@ class ConvBlock(nn.Module):
 
 @documents_options
 class ConvStage(ResidualStage):
-    """``depth`` residual steps with the paper's blocks, each layer σ, convolution, batch norm:
+    """``depth`` residual steps with the paper's blocks. A layer is σ, convolution, batch norm.
 
-    block       ``"basic"``: two of 3 × 3; ``"bottleneck"``: 1 × 1, 3 × 3, 1 × 1
+    block       ``"basic"``: two layers, 3 × 3; ``"bottleneck"``: three, 1 × 1, 3 × 3, 1 × 1
     hidden      channels inside a block; None: ``channels``, for a bottleneck ``channels // 4``
     activation  σ, one of ``rk.functional.ACTIVATIONS``
-    zero_init   the last batch norm's weight starts at zero, and so does f
+    zero_init   the last batch norm's weight starts at zero, so that f = 0 at first
     tied        one block for all steps
 
     ``stage(x)`` takes and returns [images, channels, height, width] in any memory format.
@@ -154,11 +155,11 @@ class ConvStage(ResidualStage):
         return self._unsupported_by_kernels() is not None
 
     def _layers(self) -> list[list[tuple[nn.Conv2d, nn.BatchNorm2d]]]:
-        """Of every block."""
+        """The layers of every block."""
         return [block.layers for block in self.blocks]  # type: ignore[misc]
 
     def _unsupported_by_kernels(self) -> str | None:
-        """Why the kernels cannot run the blocks, or None: they support unchanged blocks only."""
+        """Why the kernels cannot run the blocks, or None. They support unchanged blocks only."""
         eps = None
         for n, block in enumerate(self.blocks):
             if type(block) is not ConvBlock:
@@ -170,7 +171,7 @@ class ConvStage(ResidualStage):
                 if type(conv) is not nn.Conv2d or type(bn) is not nn.BatchNorm2d:
                     return f"block {n} has a layer other than nn.Conv2d and nn.BatchNorm2d"
                 if any(getattr(conv, key) != value for key, value in _convolution(size).items()):
-                    return f"block {n} has another convolution than it was made with"
+                    return f"a convolution of block {n} was changed (its stride, bias, …)"
                 eps = bn.eps if eps is None else eps
                 if bn.eps != eps:
                     return "its batch norms differ in eps"
@@ -178,7 +179,7 @@ class ConvStage(ResidualStage):
 
     @torch.no_grad()
     def _move_statistics(self, statistics: Tensor) -> None:
-        """Running statistics, as ``nn.BatchNorm2d`` moves them, for every evaluation in turn."""
+        """Updates running statistics as ``nn.BatchNorm2d`` does, evaluation by evaluation."""
         layers = self._layers()
         if not any(bn.training for block in layers for _, bn in block):
             return
@@ -213,7 +214,7 @@ class ConvStage(ResidualStage):
 
 
 def _convolution(size: int) -> dict[str, Any]:
-    """Attributes of a block's convolution that the kernels take for granted."""
+    """The attributes that the kernels require of a block's convolution."""
     return {
         "kernel_size": (size, size),
         "padding": (size // 2, size // 2),
@@ -226,5 +227,5 @@ def _convolution(size: int) -> dict[str, Any]:
 
 
 def _constants(bn: nn.BatchNorm2d) -> tuple[Tensor | None, Tensor | None]:
-    """Mean and variance to normalize by; None: those of the batch."""
+    """Mean and variance to normalize by; None: normalize by the batch."""
     return (None, None) if bn.training else (bn.running_mean, bn.running_var)

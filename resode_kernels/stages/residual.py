@@ -22,17 +22,17 @@ class ResidualStage(Stage):
 
     blocks  modules that compute f (not x + f: see ``rk.residual_branch``) and keep the shape of x:
             a list, ``nn.Sequential`` or ``nn.ModuleList`` with one module per step, one more with
-            ``scheme="heun"``. One module with ``depth`` is tied: it serves every step. The same
-            module throughout is tied as well
+            ``scheme="heun"``. One module with ``depth`` makes the stage tied: it serves every step.
+            So does a list that repeats one module
 
-    ``stage(x, *args, **kwargs)`` passes the arguments on to every block; tensors among them get
-    their gradients. x is a tensor, or a tuple of tensors, and then f returns a tuple.
+    ``stage(x, *args, **kwargs)`` passes the arguments on to every block; tensors among them receive
+    gradients. x is a tensor or a tuple of tensors; for a tuple f returns a tuple.
     ``step=1.0`` makes the classical x + f(x).
 
     In the backward pass the blocks run again, with the parameters, buffers, random numbers (of
-    torch's global generators), train/eval mode and autocast of the forward pass. Only forward hooks
-    of the blocks, and attributes that their ``forward`` sets, show it. Under ``torch.compile`` a
-    stage is a graph break; its blocks may be compiled.
+    torch's global generators), train/eval mode and autocast of the forward pass. This second run is
+    visible only to forward hooks of the blocks and in attributes that their ``forward`` sets. Under
+    ``torch.compile`` a stage is a graph break; its blocks may be compiled.
     """
 
     def __init__(
@@ -70,8 +70,8 @@ class ResidualStage(Stage):
 
 
 def residual_branch(block: nn.Module) -> ResidualBranch:
-    """The residual function of a block that computes x + f(x), or of any other that keeps the shape
-    of x: block(x, …) − x. With ``step=1.0`` a stage of such branches is the stack of the blocks."""
+    """The residual function f(x, …) = block(x, …) − x of a block that keeps the shape of x. With
+    ``step=1.0`` a stage of such branches computes the same function as the stack of blocks."""
     return ResidualBranch(block)
 
 

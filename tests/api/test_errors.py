@@ -164,7 +164,7 @@ def test_layers_of_convolutional_stages() -> None:
         conv_stage(x, [layer(weight), layer(weight, torch.ones(2, 6))])
     with pytest.raises(ValueError, match=r"size 1 or 3"):
         conv_stage(x, [layer(torch.randn(3, 6, 6, 5, 5)), layer(weight)])
-    with pytest.raises(ValueError, match="block 0 makes 4 channels of 6"):
+    with pytest.raises(ValueError, match="block 0 returns 4 channels for 6 channels of x"):
         conv_stage(x, [layer(weight), layer(weight[:, :4])])
     with pytest.raises(ValueError, match="give both mean and variance, or none"):
         conv_stage(x, [layer(weight, mean=torch.zeros(3, 6)), layer(weight)])
@@ -202,7 +202,7 @@ class TakesStep(nn.Module):
             nn.Sequential(nn.Tanh(), nn.Tanh()),
             {"depth": 2},
             ValueError,
-            r"nn.Sequential of 2 could be that many blocks or one, tied; write .*\[blocks\]",
+            r"nn.Sequential of 2 modules .*could mean 2 blocks or one tied block: .*\[blocks\]",
         ),
         ([nn.Tanh(), nn.Tanh()], {"depth": 3}, ValueError, "depth=3 .*takes 3 blocks .*not 2"),
         ([nn.Tanh()], {"scheme": "heun"}, ValueError, r"1 block\(s\) are too few.*heun"),
@@ -226,7 +226,7 @@ def test_residual_stages(
         (
             None,
             TypeError,
-            r"block 1 \(Returns\) returned None, not a real tensor; a block computes",
+            r"block 1 \(Returns\) returned None, not a floating-point tensor; a block must",
         ),
         (3.0, TypeError, r"block 1 \(Returns\) returned a float"),
         (lambda x: (x, x), TypeError, r"block 1 \(Returns\) returned a tuple of 2"),
@@ -259,7 +259,11 @@ def test_what_blocks_return_for_a_tuple() -> None:
     for value, error, message in [
         (lambda x: x[0], TypeError, "block 0 .* returned a tensor of .* for a state of 2 tensors"),
         (lambda x: (x[0],), TypeError, "block 0 .* returned a tuple of 1 for a state of 2 tensors"),
-        (lambda x: (x[0], None), TypeError, "block 0 .* returned None, not a real tensor"),
+        (
+            lambda x: (x[0], None),
+            TypeError,
+            "block 0 .* returned None, not a floating-point tensor",
+        ),
         (lambda x: (x[0], x[0]), ValueError, r"returned the shape \[4, 6\] .* shape \[2\]"),
         (lambda x: (x[0], x[1].add_(1)), RuntimeError, "block 0 .*works in place on its input"),
     ]:

@@ -354,9 +354,9 @@ def test_info_says_which_gpus_the_cuda_kernels_serve(monkeypatch: pytest.MonkeyP
     text = "\n".join(info.lines())
     assert "built with         nvcc 13.0.88" in text
     assert "architectures      sm_80, sm_90; PTX for GPUs newer than sm_80" in text
-    other = "by code for an older one"
+    other = "supported by code for an older GPU"
     assert (
-        f"run on             not on Old (sm_75), A100 (sm_80), Orin (sm_87, {other}), "
+        f"GPUs               Old (sm_75, not supported), A100 (sm_80), Orin (sm_87, {other}), "
         f"H100 (sm_90), New (sm_121, {other})" in text
     )
 

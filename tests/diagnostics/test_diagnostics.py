@@ -320,10 +320,10 @@ def test_a_report_prints_plots_and_becomes_a_dict(tmp_path: Path) -> None:
     stage, x = make("mlp")
     report = rk.diagnose(stage, x, seconds=0)
     text = str(report)
-    for word in ("states", "gradients", "L_f", "Prop. 3", "predicted 3", "anchors every", "*"):
+    for word in ("states", "input gradient", "L_f", "Prop. 3", "predicted 3", "anchors every", "*"):
         assert word in text
     assert report.recommendation in text
-    assert text.splitlines()[0].startswith("MLPStage(dim=8, depth=6")
+    assert text.splitlines()[0].startswith("Stage: MLPStage(dim=8, depth=6")
     report.plot(tmp_path / "report.png")
     assert (tmp_path / "report.png").stat().st_size > 10_000
     numbers = json.loads(json.dumps(report.to_dict()))

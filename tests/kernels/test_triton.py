@@ -275,7 +275,7 @@ def test_what_triton_does_not_take_is_refused_by_name(monkeypatch: pytest.Monkey
 def test_a_missing_or_old_triton_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(backends.triton, "installed", lambda: "3.1.0")
-        refused(r"Triton 3\.1\.0 is too old; it takes 3\.\d or later")
+        refused(r"Triton 3\.1\.0 is too old; the kernels need 3\.\d or later")
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     monkeypatch.setattr(backends.triton, "_found", backends.triton._find())
     refused("Triton is not installed; `pip install triton`")

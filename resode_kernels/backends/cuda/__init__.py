@@ -1,12 +1,12 @@
 """CUDA C++ kernels (csrc/cuda) as a backend: tensors on NVIDIA GPUs, float32 streams.
 
     fused.py                            depth-fused MLP and linear stages
-    layerwise.py                        stages layer by layer: convolutions, and what is too wide
-    elementwise.py, normalization.py    the kernels of that
+    layerwise.py                        stages layer by layer: convolutions and wide stages
+    elementwise.py, normalization.py    the kernels of layerwise.py
     gpu.py                              the GPU and the stream that kernels run on
 
-The module can be imported where there is no GPU. The tests build another one of the same sources,
-in which the processor plays a GPU (``emulated``).
+The module can be imported without a GPU. The tests build another module from the same sources, in
+which the CPU emulates a GPU (``emulated``).
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ def emulated() -> bool:
 
 
 def serves(capability: tuple[int, int]) -> bool:
-    """Whether a GPU of that compute capability can run the kernels: from the lowest of the
-    architectures on, whose PTX the driver compiles for those that are not among them."""
+    """Whether a GPU of that compute capability can run the kernels. It can from the lowest
+    architecture on: the driver compiles that PTX for GPUs whose architecture is not in the list."""
     numbers = [int(name) for name in architectures() if name.isdigit()]
     return bool(numbers) and divmod(min(numbers), 10) <= capability
 
@@ -61,7 +61,7 @@ def refuses(device: torch.device, dtype: torch.dtype) -> str | None:
     return _refuses_gpu(torch.cuda.current_device() if device.index is None else device.index)
 
 
-@functools.cache  # every call of a stage asks
+@functools.cache  # called by every call of a stage
 def _refuses_gpu(index: int) -> str | None:
     if torch.version.hip:
         return "it runs on NVIDIA GPUs, not on AMD's"

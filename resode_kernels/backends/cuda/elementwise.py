@@ -22,7 +22,7 @@ from .gpu import gpu_of, module
 
 
 class Term:
-    """y σ′(x), or y if there is no x, not computed yet."""
+    """The term y σ′(x), or y if x is None. ``combine`` computes it when it adds it."""
 
     def __init__(self, y: Tensor, x: Tensor | None = None, activation: str = "identity") -> None:
         self.y, self.x, self.activation = y, x, activation
@@ -36,7 +36,7 @@ class Term:
 
 
 def slope_term(d: Tensor, z: Tensor, activation: str) -> Term:
-    """d · σ′(z), for ``combine`` to compute on its way."""
+    """d · σ′(z), which ``combine`` computes when it adds it."""
     z = dense(z)
     return Term(laid_out_like(d, z), z, activation)
 
@@ -44,7 +44,7 @@ def slope_term(d: Tensor, z: Tensor, activation: str) -> Term:
 @reference.on_states
 def combine(a: Sequence[float], y: Sequence[Tensor | Term]) -> Tensor:
     """``reference.combine`` in one pass, for up to five terms that are dense and laid out alike.
-    PyTorch adds any others, those of other dtypes, and those that autograd has to see."""
+    PyTorch adds all others, terms of other dtypes, and sums that autograd has to record."""
     terms = [t if isinstance(t, Term) else Term(t) for t in y]
     tensors = [t for term in terms for t in term.tensors]
     out = empty_sum(tensors)
@@ -69,7 +69,7 @@ def combine(a: Sequence[float], y: Sequence[Tensor | Term]) -> Tensor:
 def activated(
     z: Tensor, bias: Tensor | None, activation: str, dtype: torch.dtype | None = None
 ) -> Tensor:
-    """σ(z + b), in z's dtype unless told."""
+    """σ(z + b), in ``dtype`` or, if that is None, in z's dtype."""
     z = dense(z)
     return _apply_activation(z, bias, None, activation, dtype or z.dtype)
 

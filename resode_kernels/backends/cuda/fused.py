@@ -29,7 +29,7 @@ def _run(problem: Problem, state: Tensor, io: Any) -> bool:
 
 
 def forward(problem: Problem, io: ForwardIO) -> bool:
-    """False: nothing was done, since the kernels do not take the stage."""
+    """Runs the forward pass. False: nothing was done, because the kernels do not take the stage."""
     if problem.block == "conv":
         return False
     x, none = io.x.contiguous(), io.x.new_empty(0)

@@ -1,4 +1,4 @@
-"""Where kernels run: a GPU as csrc/cuda/launch.h describes it, and torch's current stream there."""
+"""The GPU that runs kernels, as csrc/cuda/launch.h describes it, and torch's current stream."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from torch import Tensor
 from .. import cuda
 from ..precision import tf32_allowed
 
-# What the emulated kernels are told: few multiprocessors, so that they get several tiles each.
+# The emulated GPU. It has few multiprocessors, so that each of them gets several tiles.
 EMULATED = {"index": 0, "processors": 3, "shared_memory": 99 << 10, "cache": 32 << 20}
 
 
 def module() -> Any:
-    """The compiled kernels, which are there."""
+    """The compiled kernels. Called only if they are available."""
     return cuda._CUDA
 
 

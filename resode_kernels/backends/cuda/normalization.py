@@ -14,8 +14,8 @@ from ..rows import laid_out_like
 from .arguments import array, rows_of
 from .gpu import gpu_of, module
 
-# Blocks of a reduction's first stage: several for each of a large GPU's processors. A constant,
-# because the number decides the order of summation.
+# CTAs in the first stage of a reduction: several for each multiprocessor of a large GPU. The number
+# is constant because it decides the order of summation.
 PROGRAMS = 1024
 
 
@@ -24,13 +24,13 @@ def _arguments(normalization: Normalization) -> tuple[object, ...]:
 
 
 def _in_workspace(run: Callable[[int], int], like: Tensor) -> None:
-    """Called with the address 0 ``run`` only tells how many bytes it needs."""
+    """Calls ``run`` in a workspace. With the address 0 it only returns the bytes it needs."""
     workspace = like.new_empty(run(0), dtype=torch.uint8)
     run(workspace.data_ptr())
 
 
 def _per_channel(z: Tensor) -> Tensor:
-    """Two numbers for each channel."""
+    """Memory for two numbers per channel."""
     return z.new_empty((2, z.shape[1]), dtype=torch.float32)
 
 

@@ -2,14 +2,14 @@
 
     stage.py, schemes.py, blocks.py, activations.py   the depth-fused kernels of MLP and linear
                                                       stages
-    fused.py, sums.py, launch.py      their launches, and the gradients they add up
-    plan.py, tiles.py, spec.py        programs, tiles, and what a kernel is compiled for
+    fused.py, sums.py, launch.py      launches of these kernels, and sums of the gradients
+    plan.py, tiles.py, spec.py        programs, tiles, and the constants a kernel is compiled for
     device.py, tuning.py              the GPU, and the tiles that were fastest there
-    layerwise.py                      stages layer by layer: convolutions, and what is too wide
-    elementwise.py, normalization.py, rows.py   the kernels of that, and how they see a tensor
+    layerwise.py                      stages layer by layer: convolutions and wide stages
+    elementwise.py, normalization.py, rows.py   the kernels of layerwise.py, and their tiles
 
-Under ``TRITON_INTERPRET=1`` Triton's interpreter runs the same kernels on the CPU, slowly. Triton
-is imported when something is to run.
+With ``TRITON_INTERPRET=1`` Triton's interpreter runs the same kernels on the CPU, slowly. Triton is
+imported when a kernel is to run.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ def _find() -> str | None:
     return "of unknown version"
 
 
-_found = _find()  # once: every call of a stage asks
+_found = _find()  # looked up once, because every call of a stage needs it
 
 
 def installed() -> str | None:
-    """Triton's version, if it is there."""
+    """Triton's version, or None if it is not installed."""
     return _found
 
 
@@ -54,12 +54,12 @@ def unavailable() -> str | None:
         return "Triton is not installed; `pip install triton` (on Linux)"
     number = re.match(r"(\d+)\.(\d+)", found)
     if number and (int(number[1]), int(number[2])) < OLDEST:
-        return f"Triton {found} is too old; it takes {OLDEST[0]}.{OLDEST[1]} or later"
+        return f"Triton {found} is too old; the kernels need {OLDEST[0]}.{OLDEST[1]} or later"
     return None
 
 
 def interpreted() -> bool:
-    """Whether Triton's interpreter runs the kernels: as the variable is when they are imported."""
+    """Whether Triton's interpreter runs the kernels. The variable counts when they are imported."""
     return os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "yes", "on", "y")
 
 
@@ -68,7 +68,7 @@ def refuses(device: torch.device, dtype: torch.dtype) -> str | None:
     if dtype == torch.float64:
         return "it takes float32, float16 and bfloat16, not float64"
     if interpreted():
-        return None if kind in ("cpu", "cuda") else f"it cannot interpret {kind!r}"
+        return None if kind in ("cpu", "cuda") else f"Triton's interpreter does not run on {kind!r}"
     if kind == "cpu":
         return (
             "it runs on GPUs, not on the CPU; to try it there, set TRITON_INTERPRET=1 before "

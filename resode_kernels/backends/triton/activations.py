@@ -1,4 +1,4 @@
-"""σ(z) and σ′(z) of every activation. Where a caller drops one of them, so does the compiler."""
+"""σ(z) and σ′(z) of every activation. The compiler removes the one that a caller does not use."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import triton.language as tl
 
 @triton.jit
 def tanh(z):
-    """An odd function where 1 − 2/(exp(2|z|) + 1) would cancel (coefficients: Cephes, tanh and
-    tanhf)."""
+    """tanh z, for small |z| as an odd function, because 1 − 2/(exp(2|z|) + 1) would cancel
+    (coefficients: Cephes, tanh and tanhf)."""
     s = z * z
     if z.dtype == tl.float64:
-        # No variable holds a constant alone: it would be rounded to float32.
+        # No variable is set to a constant alone, which Triton would round to float32.
         q = -9.64399179425052238628e-1 * s - 9.92877231001918586564e1
         q = q * s - 1.61468768441708447952e3
         r = s + 1.12811678491632931402e2
@@ -33,7 +33,7 @@ def tanh(z):
 
 @triton.jit
 def activate(z, ACTIVATION: tl.constexpr):
-    """σ(z), σ′(z). A NaN in gives a NaN out."""
+    """σ(z), σ′(z). A NaN gives a NaN."""
     if ACTIVATION == "relu":
         value = tl.where(z < 0, 0.0, z)
         slope = tl.where(z > 0, 1.0, 0.0)

@@ -3,16 +3,16 @@
     mlp      f(x) = W2 σ(W1 x + b1) + b2         linear   f(x) = θ x
 
 A state is a float32 tile [rows, width] in registers, with zeros beyond column ``dim``. The weights
-of an MLP stream past it in chunks of hidden units: ``chunk`` rows of W1 and columns of W2 at a time
-([chunk, width] and [width, chunk]), read once for an evaluation or a VJP. The VJP at p with the
-cotangent g makes five or six products of a chunk:
+of an MLP are read in chunks of hidden units: ``chunk`` rows of W1 and columns of W2 at a time
+([chunk, width] and [width, chunk]), once per evaluation or VJP. The VJP at p with the cotangent g
+makes five or six products per chunk:
 
     z = p W1ᵀ + b1,  u = σ(z),  f += u W2ᵀ,       ∂x += dz W1
     dz = (g W2) σ′(z),  ∂W1 = dzᵀ p,  ∂b1 = Σ dz,  ∂W2ᵀ = uᵀ g,  ∂b2 = Σ g
 
-Both gradients are [chunk, width]: with rows and chunk less than width, every product of the kernel
-is wider than high. Triton then spreads all of them over the warps in the same way, along the width,
-and moves no tile between layouts, which is what keeps the kernel free of register spills.
+The gradients of both weights are [chunk, width]. If rows and chunk are less than width, every
+product of the kernel is wider than high. Triton then distributes all of them over the warps along
+the width and converts no tile to another layout. This keeps the kernel free of register spills.
 
 ``theta`` and ``sums`` are tuples of pointers: the parameters, stacked over blocks, and the places
 for their gradients, stacked over slots (None: not needed).
@@ -28,18 +28,18 @@ from .activations import activate
 
 @triton.jit
 def int64(n):
-    """For addresses: more than 2³¹ elements are no exception."""
+    """n as int64, for addresses: tensors may have more than 2³¹ elements."""
     return n + tl.zeros((), tl.int64)
 
 
 @triton.jit
 def operand(a, theta, S: tl.constexpr):
-    """a, rounded to the dtype of the weights, in which products are made."""
+    """a, rounded to the dtype of the weights, in which products are computed."""
     dtype: tl.constexpr = theta[0].dtype.element_ty
     if not S.widen:
         return a.to(dtype)
     elif (dtype == tl.bfloat16) & (a.dtype == tl.float32):
-        # To nearest even, as GPUs do; the interpreter's own conversion cuts the low bits off.
+        # Rounds to nearest even, as GPUs do; the interpreter's own conversion truncates.
         bits = a.to(tl.int32, bitcast=True)
         bits += 0x7FFF + ((bits >> 16) & 1)
         return (bits & -0x10000).to(tl.float32, bitcast=True)
@@ -49,7 +49,7 @@ def operand(a, theta, S: tl.constexpr):
 
 @triton.jit
 def zeros(S: tl.constexpr):
-    """A state, or the beginning of a sum of that shape."""
+    """A tile of zeros with the shape of a state."""
     ROWS: tl.constexpr = S.rows
     WIDTH: tl.constexpr = S.width
     return tl.zeros((ROWS, WIDTH), tl.float32)
@@ -67,12 +67,12 @@ def load(pointer, at, inside, EVEN: tl.constexpr):
 
 @triton.jit
 def add_to(pointer, at, value, inside, before, S: tl.constexpr):
-    """Adds to a gradient. Only this program writes there, unless the spec says ``atomic``; if it
-    has not done so ``before``, there is nothing yet to add to."""
+    """Adds ``value`` to a gradient. Unless the spec says ``atomic``, only this program writes
+    there. If ``before`` is 0 it has not written yet, and the memory is not initialized."""
     if S.atomic:
         tl.atomic_add(pointer + at, value, mask=inside, sem="relaxed")
     else:
-        written = inside & (0 * at + before > 0)  # of at's shape: the interpreter wants it so
+        written = inside & (0 * at + before > 0)  # 0 * at: the interpreter needs at's shape
         value += tl.load(pointer + at, mask=written, other=0.0)
         tl.store(pointer + at, value, mask=inside)
 
@@ -102,7 +102,7 @@ def mlp_chunk(theta, n, c, S: tl.constexpr):
 
 @triton.jit
 def mlp_bias(theta, n, S: tl.constexpr):
-    """b2, for every row."""
+    """b2 for every row."""
     if theta[3] is None:
         return zeros(S)
     else:
@@ -204,8 +204,8 @@ def f(x, theta, n, S: tl.constexpr):
 def vjp(p, g, theta, sums, n, slots, before, S: tl.constexpr, VALUE: tl.constexpr = True):
     """f_n(p) (unless not VALUE) and ∂_x f_n(p)ᵀ g; adds ∂_θ f_n(p)ᵀ g to the block's sums.
 
-    slots   the first block that has a slot for them, the number of groups, and the own group
-    before  more than 0 if there are sums already
+    slots   the first block with slots, the number of groups, and the group of this program
+    before  more than 0 if this program has written to the sums already
     """
     begin, groups, group = slots
     n = int64(0 if S.tied else n)

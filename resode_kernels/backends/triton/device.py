@@ -1,4 +1,4 @@
-"""The device that runs a tensor's kernels, as far as the plan of a launch depends on it."""
+"""The properties of a device on which the plan of a launch depends."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from triton.runtime import driver
 
 from . import interpreted
 
-# What a GPU keeps between its units and DRAM, where torch does not tell: the Infinity Cache.
+# Bytes of the last cache before DRAM, where torch does not report it: AMD's Infinity Cache.
 LAST_LEVEL_CACHE = {"gfx942": 256 << 20}
 
 

@@ -5,8 +5,8 @@
     times_slope  d · σ′(z + b)         reads d and z, writes one
 
 Shapes: ``combine`` takes tensors of any one shape; the others take z and d as [rows, channels] or
-[images, channels, height, width] and b as [channels]. Arithmetic is in float32, of float64 tensors
-in float64; what is read may be narrower, and what ``activated`` and ``times_slope`` write.
+[images, channels, height, width] and b as [channels]. Arithmetic is in float32, for float64 tensors
+in float64. Inputs may be narrower, and so may the results of ``activated`` and ``times_slope``.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def combine_kernel(
     """out = Σ a_i y_i over the first COUNT of the tensors, all laid out alike."""
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = i < elements
-    # The factors come as float64, the only type that none of them is rounded in.
+    # The factors are float64, so that none of them is rounded.
     total = tl.full([], a0, ACCUMULATOR) * tl.load(y0 + i, mask=mask).to(ACCUMULATOR)
     if COUNT > 1:
         total += tl.full([], a1, ACCUMULATOR) * tl.load(y1 + i, mask=mask).to(ACCUMULATOR)
@@ -54,7 +54,7 @@ def combine_kernel(
 @reference.on_states
 def combine(a: Sequence[float], y: Sequence[Tensor]) -> Tensor:
     """``reference.combine`` in one pass, for up to five tensors that are dense and laid out alike.
-    PyTorch adds any others, and those that autograd has to see."""
+    PyTorch adds all others, and sums that autograd has to record."""
     out, count = empty_sum(y), len(y)
     if count > MOST_TENSORS or not in_step(out, y):
         return in_pytorch(a, y, out.dtype)
@@ -74,7 +74,7 @@ def activation_kernel(
     POSITIONS: tl.constexpr, CHANNELS: tl.constexpr,
     ACTIVATION: tl.constexpr, ACCUMULATOR: tl.constexpr,
 ):  # fmt: skip
-    """out = σ(z + b), or d · σ′(z + b) if there is a d."""
+    """out = σ(z + b), or d · σ′(z + b) if d is not None."""
     channel, offsets, mask, _ = locate(
         tl.program_id(0), positions, channels, group_stride, position_stride, channel_stride,
         POSITIONS, CHANNELS,
@@ -91,7 +91,7 @@ def activation_kernel(
 def activated(
     z: Tensor, bias: Tensor | None, activation: str, dtype: torch.dtype | None = None
 ) -> Tensor:
-    """σ(z + b), in z's dtype unless told."""
+    """σ(z + b), in ``dtype`` or, if that is None, in z's dtype."""
     z = dense(z)
     return _launch_activation(z, bias, None, activation, dtype or z.dtype)
 

@@ -37,7 +37,7 @@ def layout(problem: Problem, x: Tensor, *, reverse: bool) -> Plan | None:
 
 
 def _seconds(problem: Problem, x: Tensor, tile: Tile, reverse_pass: bool) -> float:
-    """What a few steps cost with that tile."""
+    """The time of a few steps with that tile."""
     from triton.testing import do_bench
 
     method = problem.method
@@ -70,7 +70,7 @@ def forward(problem: Problem, plan: Plan, io: ForwardIO) -> None:
 
 
 def _buffer(result: Tensor) -> Tensor:
-    """Where kernels write: the result itself if they can, else a contiguous stand-in."""
+    """Memory for kernels to write to: the result itself if it is contiguous, else a buffer."""
     return result if result.is_contiguous() else result.new_empty(result.shape)
 
 
@@ -97,22 +97,22 @@ def _walk(
 
 
 class Steps(NamedTuple):
-    """Consecutive steps of the reverse pass, begin … end − 1, that a launch makes."""
+    """The steps begin … end − 1 of the reverse pass, which one launch makes."""
 
     begin: int
     end: int
     spec: KernelSpec
     start: Tensor | None
-    """The state to begin with: x̃[end], or x[states_begin] of an exact rule. None: where the last
-    launch ended."""
+    """The first state: x̃[end], or x[states_begin] for the rule ``exact``. None: the state at which
+    the previous launch ended."""
     states: Tensor | None = None
     states_begin: int = 0
 
 
 def reconstructing(problem: Problem, plan: Plan, start: Tensor, anchors: Tensor) -> Iterator[Steps]:
     """The launches of a rule that reconstructs the states from x[N] and the anchors. A launch ends
-    where an anchor is, or when its partial sums fill the cache; while ``predicted`` gathers its
-    first evaluations, after every step."""
+    at an anchor, or when its partial sums fill the cache. While ``predicted`` gathers its first
+    evaluations, every launch makes one step."""
     rule, order, anchor_every = (
         problem.method.reverse_rule,
         problem.method.order,

@@ -10,14 +10,15 @@ from .device import Device
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
-    """On the device of the first argument; by the interpreter also on the CPU. Multiply-adds are
-    fused, whatever Triton's default becomes."""
+    """Launches a kernel on the device of its first argument; the interpreter also runs on the CPU.
+    Multiply-adds are fused, whatever Triton's default is."""
     with torch.cuda.device_of(args[0]):
         kernel[grid](*args, enable_fp_fusion=True, **options)
 
 
 def all_registers(device: Device, threads: int) -> dict[str, Any]:
-    """Options of a launch that needs many registers: ptxas may use all there are for so many
-    threads. Left to itself it sometimes spills to fit more programs on a multiprocessor."""
+    """Options of a launch that needs many registers: ptxas may use all registers that a program of
+    ``threads`` threads can have. Without this limit it sometimes spills registers to fit more
+    programs on a multiprocessor."""
     limit = {"maxnreg": min(255, 65536 // threads)} if device.target.startswith("cuda") else {}
     return {"num_warps": threads // device.warp, **limit}

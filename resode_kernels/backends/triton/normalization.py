@@ -8,13 +8,13 @@ values of a channel share mean μ, variance v, γ and β (None: 1 and 0). With r
     vjp         g = da · σ′(u), or da itself;  dβ = Σ g,  dγ = Σ g ẑ         reads da and z,
                 dz = γ r (g − (dβ + ẑ dγ)/m), or γ r g if μ, v are given     twice, writes dz
 
-u, a and g are computed again from z wherever they are needed: only z is kept between the passes.
+u, a and g are computed again from z wherever they are needed; only z is stored between the passes.
 
 Sums over a channel have two stages and no atomics, so that a run repeats bit by bit. A fixed number
 of programs each go through their tiles in order; their partial results are then joined in order.
-Those of the variance are (count, mean, Σ (z − mean)²), joined by Chan's formula: Σ z² − m μ² would
-cancel where the mean is large. For the same reason they are taken of z − z₀ with a value z₀ of the
-channel, its first. Arithmetic is in float32, of float64 tensors in float64.
+For the variance they are (count, mean, Σ (z − mean)²), joined by Chan's formula, because Σ z² − m
+μ² would cancel if the mean is large. For the same reason the sums are taken of z − z₀, where z₀ is
+the first value of the channel. Arithmetic is in float32, for float64 tensors in float64.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from .activations import activate
 from .launch import launch
 from .rows import Rows, accumulator, locate
 
-# Programs of a reduction's first stage: several for each of a large GPU's processors. A constant,
-# because the number decides the order of summation.
+# Programs in the first stage of a reduction: several for each multiprocessor of a large GPU. The
+# number is constant because it decides the order of summation.
 PROGRAMS = 1024
 
 
 def _partials(rows: Rows) -> int:
-    """Into how many parts a reduction divides a channel."""
+    """The number of parts into which a reduction divides a channel."""
     tiles, blocks = rows.grid
     return min(tiles, -(-PROGRAMS // blocks))
 
@@ -93,7 +93,7 @@ def partial_statistics_kernel(
 def join_statistics_kernel(
     mean, variance, partials, z, programs, channel_stride, BLOCK: tl.constexpr
 ):
-    """A channel's mean and variance from its partial results, all at once."""
+    """A channel's mean and variance from all its partial results."""
     channel, program = tl.program_id(0), tl.arange(0, BLOCK)
     inside = program < programs
     at = partials + channel.to(tl.int64) * programs + program
@@ -132,7 +132,7 @@ def statistics(z: Tensor) -> tuple[Tensor, Tensor]:
 
 @triton.jit
 def load_channel(values, channel, channels, default, ACCUMULATOR: tl.constexpr):
-    """Of the tile's channels, as a row; the default where there is no tensor."""
+    """The values of the tile's channels as a row; ``default`` if there is no tensor."""
     if values is None:
         row = tl.full(channel.shape, default, ACCUMULATOR)
     else:
@@ -244,7 +244,7 @@ def vjp_kernel(
     POSITIONS: tl.constexpr, CHANNELS: tl.constexpr,
     ACTIVATION: tl.constexpr, ACCUMULATOR: tl.constexpr,
 ):  # fmt: skip
-    """out = γ r (g − (dβ + ẑ dγ)/m); without the last two where dβ and dγ are None."""
+    """out = γ r (g − (dβ + ẑ dγ)/m), or γ r g if dβ and dγ are None."""
     channel, offsets, mask, _ = locate(
         tl.program_id(0), positions, channels, group_stride, position_stride, channel_stride,
         POSITIONS, CHANNELS,

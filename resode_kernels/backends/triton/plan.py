@@ -20,11 +20,11 @@ from .spec import KernelSpec, Tile
 class Plan(NamedTuple):
     spec: KernelSpec
     options: dict[str, Any]
-    """Of a launch."""
+    """The options of a launch."""
     programs: int
-    """Of the reverse kernel."""
+    """The number of programs of the reverse kernel."""
     steps: int
-    """At most so many in a launch of it."""
+    """The largest number of steps in one launch of the reverse kernel."""
 
 
 def weight_of(problem: Problem) -> Tensor:
@@ -34,7 +34,7 @@ def weight_of(problem: Problem) -> Tensor:
 
 
 def precision() -> str:
-    """Of products of float32 numbers."""
+    """The precision of products of float32 numbers."""
     return "tf32" if tf32_allowed() else "ieee"
 
 
@@ -45,7 +45,7 @@ def atomic() -> bool:
 
 
 def spec_of(problem: Problem) -> KernelSpec:
-    """Of the kernels, but for their tile."""
+    """The spec of the problem's kernels, still without a tile."""
     method = problem.method
     _, hidden, dim = weight_of(problem).shape
     return KernelSpec(
@@ -69,8 +69,8 @@ def spec_of(problem: Problem) -> KernelSpec:
 
 
 def plan_of(problem: Problem, device: Device, rows: int, spec: KernelSpec, tile: Tile) -> Plan:
-    """A launch of the reverse kernel makes as many steps as its partial sums fit half the cache:
-    a program comes back to them with every tile."""
+    """The plan of a problem with this tile. A launch of the reverse kernel makes as many steps as
+    half the cache has room for partial sums, because a program updates them with every tile."""
     spec = spec._replace(rows=tile.rows, chunk=tile.chunk)
     programs = min(-(-rows // tile.rows), device.processors)
     of_block = 4 * sum(p[0].numel() for p in problem.parameters if p is not None)

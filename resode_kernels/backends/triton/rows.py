@@ -1,4 +1,4 @@
-"""How the layer-wise kernels go through a tensor: a program takes tiles of positions × channels of
+"""How the layer-wise kernels traverse a tensor: a program takes tiles of positions × channels of
 one group (see ``backends/rows.py``). Addresses are 64 bits wide."""
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ CHANNELS = 64
 
 
 def accumulator(dtype: torch.dtype) -> tl.dtype:
-    """What arithmetic on tensors of a dtype is done in: float32 at least."""
+    """The dtype of arithmetic on tensors of ``dtype``: float32 at least."""
     return tl.float64 if dtype == torch.float64 else tl.float32
 
 
 class Rows(rows.Rows):
-    """With the tiles that the programs take."""
+    """The rows of a tensor, with the tiles that the programs take."""
 
     @property
     def tile(self) -> tuple[int, int]:
@@ -38,7 +38,7 @@ class Rows(rows.Rows):
 
     @property
     def grid(self) -> tuple[int, int]:
-        """How many tiles: over groups and positions, and over channels."""
+        """The numbers of tiles: over groups and positions, and over channels."""
         positions, channels = self.tile
         return (
             self.groups * triton.cdiv(self.positions, positions),
@@ -47,7 +47,7 @@ class Rows(rows.Rows):
 
     @property
     def arguments(self) -> tuple[Any, ...]:
-        """As ``locate`` takes them."""
+        """The arguments of ``locate``."""
         return self.positions, self.channels, *self.strides, *self.tile
 
 
@@ -62,8 +62,9 @@ def locate(
     POSITIONS: tl.constexpr,
     CHANNELS: tl.constexpr,
 ):
-    """Of a tile, numbered over groups and positions, in the program's block of channels: its
-    channels [CHANNELS], offsets and mask [POSITIONS, CHANNELS], and how many positions it has."""
+    """The channels [CHANNELS], the offsets and the mask [POSITIONS, CHANNELS] and the number of
+    positions of a tile. ``tile`` counts over groups and positions; the program's second index
+    selects the channels."""
     per_group = tl.cdiv(positions, POSITIONS)
     first = (tile % per_group) * POSITIONS
     position = (first + tl.arange(0, POSITIONS)).to(tl.int64)

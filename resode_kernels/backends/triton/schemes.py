@@ -25,7 +25,7 @@ def slope(x, theta, n, h, S: tl.constexpr):
 
 @triton.jit
 def first_known(x, theta, n, S: tl.constexpr):
-    """What ψ_n(x) evaluates first: f_n(x), under Heun f_{n+1}(x)."""
+    """The first evaluation in ψ_n(x): f_n(x), with Heun f_{n+1}(x)."""
     return f(x, theta, n + 1 if S.scheme == "heun" else n, S)
 
 
@@ -39,9 +39,13 @@ def reverse_slope(x, known, theta, n, h, S: tl.constexpr):
 
 @triton.jit
 def step_vjp(p, g, theta, sums, n, slots, tiles, steps, h, S: tl.constexpr):
-    """φ_n(p), f_n(p) and the cotangent of x[n], given that of x[n+1]. Without a use for it the
-    value is not computed. So many tiles and so many steps of this one have been made before; block
-    n has sums if the weights are tied and a step was made, block n + 1 if any step was."""
+    """φ_n(p), f_n(p) and the cotangent of x[n], from the cotangent g of x[n+1]. φ_n(p) is computed
+    only if the reverse rule needs it.
+
+    tiles  more than 0 if this program has finished a tile: then all blocks have sums
+    steps  the number of steps made in this tile: if more than 0, block n + 1 (Heun) has sums, and
+           so has block n if the weights are tied
+    """
     if S.scheme == "heun":
         a = f(p, theta, n, S)
         half = (0.5 * h) * g

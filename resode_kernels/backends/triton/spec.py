@@ -1,4 +1,4 @@
-"""What a fused kernel is compiled for: everything about a launch that is known before it runs."""
+"""The constants that a depth-fused kernel is compiled for."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from typing import NamedTuple
 
 
 class Tile(NamedTuple):
-    """How much of a problem a program holds at a time, and how many threads it has."""
+    """The part of a problem that a program works on at a time, and its number of threads."""
 
     rows: int
-    """Of the state. A program's states and cotangents are [rows, width] in registers."""
+    """Rows of the state. A program's states and cotangents are [rows, width] in registers."""
     chunk: int
-    """Of the hidden units of an MLP: so many rows of W1 and columns of W2 are on chip at a time."""
+    """Hidden units of an MLP: the rows of W1 and columns of W2 that are on chip at a time."""
     threads: int
 
 
@@ -27,7 +27,7 @@ class KernelSpec(NamedTuple):
     rows: int
     chunk: int
     precision: str
-    """Of products of float32 numbers: ``"ieee"`` or ``"tf32"``."""
+    """The precision of products of float32 numbers: ``"ieee"`` or ``"tf32"``."""
     widen: bool
     """Multiply operands as float32 after rounding them: Triton's interpreter needs it."""
     atomic: bool
@@ -35,19 +35,19 @@ class KernelSpec(NamedTuple):
 
     # How a reverse step finds its point p, and what it does with the evaluation φ(p).
     exact: bool = False
-    """p is the state itself, an anchor or recomputed from one."""
+    """p is the exact state: an anchor, or recomputed from one."""
     moves: bool = True
     """The next state is x − h φ(p); otherwise (``paper``) it is p."""
     shares: bool = False
     """f_n(p) is also the next step's first evaluation."""
     have: int = 0
-    """Evaluations of φ to extrapolate from; none: p comes from the reverse-time step ψ."""
+    """The number of evaluations of φ to extrapolate from; 0: p = x − h ψ(x), the reverse step."""
     keep: int = 0
-    """Evaluations of φ to keep for the steps to come."""
+    """The number of evaluations of φ to keep for the next steps."""
     corrections: int = 0
 
     def of_forward_kernel(self) -> KernelSpec:
-        """Without what only the reverse kernel needs to know: rules share a forward kernel."""
+        """The spec without the fields of the reverse kernel: all rules share a forward kernel."""
         return self._replace(
             exact=False, moves=True, shares=False, have=0, keep=0, corrections=0, atomic=False
         )

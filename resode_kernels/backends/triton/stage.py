@@ -4,12 +4,12 @@
     reverse   for n = end − 1 … begin: a point p, the step's VJP there, the state before the step
 
 States and cotangents stay in registers, in float32, from the first step of a launch to its last.
-DRAM sees x read and y written once; in the reverse pass the state and the cotangent read and
-written once a launch, the weights once a launch (programs keep pace, so the cache serves all but
-the first), and the parameter gradients as one partial sum per block and program. A program has its
-partial sums to itself: it walks one tile after another and adds to them in that order, and
-``reduce_kernel`` adds up those of all programs in a fixed order. No float atomics, bitwise
-repeatable.
+DRAM traffic of the forward pass: x is read once and y is written once. Of a launch in the reverse
+pass: the state and the cotangent are read and written once, the weights are read once (programs
+keep pace, so the cache serves all but the first), and one partial sum of the parameter gradients is
+written per block and program. Every program has its own partial sums and adds to them tile after
+tile; ``reduce_kernel`` then adds up the sums of all programs in a fixed order. There are no float
+atomics, and results repeat bit by bit.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ def tile_of(tile, rows, S: tl.constexpr):
 
 @triton.jit
 def states_of(tile, rows, S: tl.constexpr):
-    """Offsets of a tile's states from where it begins, and which of its columns exist. Rows that
-    only fill the tile have the state of the last one that exists: from anywhere else, where no row
-    ever was, the steps back might explode."""
+    """Offsets of a tile's states from where it begins, and which of its columns exist. Rows beyond
+    the last one have the state of the last one: from an arbitrary state the reverse pass might
+    overflow."""
     r = tl.minimum(tl.arange(0, S.rows), rows - int64(tile) * S.rows - 1)[:, None]
     d = tl.arange(0, S.width)[None, :]
     return r * S.dim + d, d < S.dim
@@ -68,7 +68,7 @@ def extrapolate(history, S: tl.constexpr):
 
 @triton.jit
 def point(x, history, known, theta, n, h, S: tl.constexpr):
-    """p of step n from the state x = x̃[n+1]."""
+    """The point p of step n, from the state x = x̃[n+1]."""
     if S.have > 0:
         p = x - h * extrapolate(history, S)
     else:
@@ -101,7 +101,7 @@ def reverse_step(
         history = (value,) + history[: S.keep - 1]
     if S.shares:
         known = first
-    if nonfinite is not None:  # last: weights would not stay on chip across an effect on memory
+    if nonfinite is not None:  # last, because weights do not stay on chip across a write to memory
         tl.atomic_max(nonfinite, n, mask=found, sem="relaxed")
     return x, g, history, known
 
@@ -117,14 +117,14 @@ def reverse_kernel(
     history    [keep, rows, dim], newest first: read and written
     states     exact: [·, rows, dim], the states x[states_begin + 1], …; x[states_begin] is start
     sums       per parameter [slots, …]; slot (block − first_block) · programs + program
-    nonfinite  an int32, raised to the n of every point that is not finite; None: nobody looks
+    nonfinite  an int32, raised to the largest n whose point is not finite; None: not checked
     """
     rows = int64(rows)
     group = tl.program_id(0)
     slots = (first_block, tl.num_programs(0) if not S.atomic else 1, group if not S.atomic else 0)
     for tile in tl.range(group, tl.cdiv(rows, S.rows), tl.num_programs(0), disable_licm=True):
         here, at, inside = tile_of(tile, rows, S)
-        tiles = int64(tile - group)  # more than 0 but for the first one
+        tiles = int64(tile - group)  # 0 for this program's first tile
         g = tl.load(cotangent + here + at, mask=inside, other=0.0)
         if S.exact:
             for i in tl.range(0, end - begin, disable_licm=True):
@@ -146,7 +146,7 @@ def reverse_kernel(
             known = x
             if S.shares:
                 known = first_known(x, theta, end - 1, S)
-            if S.have < S.keep:  # the history grows: a launch for this step alone
+            if S.have < S.keep:  # the history grows: this launch makes one step
                 x, g, past, known = reverse_step(
                     x, g, past, known, theta, sums, nonfinite, end - 1, slots, tiles, 0, h, S
                 )

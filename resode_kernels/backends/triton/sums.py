@@ -12,13 +12,13 @@ from .launch import launch
 from .plan import Plan
 from .stage import reduce_kernel
 
-ELEMENTS = 1024  # that a program of reduce_kernel adds up
+ELEMENTS = 1024  # elements per program of reduce_kernel
 
 
 class Sums:
-    """Of each parameter whose gradient is wanted, for the blocks of one launch: a partial sum per
-    program [blocks · programs, …], all float32. After the launch they are added to the totals.
-    With atomics every program adds to the totals itself."""
+    """The partial sums and totals of the parameter gradients that are needed, all float32. For the
+    blocks of one launch every program has a partial sum, [blocks · programs, …]. After the launch
+    the partial sums are added to the totals. With atomics every program adds to the totals."""
 
     def __init__(self, problem: Problem, plan: Plan, gradients: Sequence[Tensor | None]) -> None:
         self.gradients, self.programs, self.atomic = gradients, plan.programs, plan.spec.atomic
@@ -32,11 +32,11 @@ class Sums:
             ]
 
     def _blocks(self, steps: int) -> int:
-        """How many blocks so many steps use."""
+        """The number of blocks that ``steps`` steps use."""
         return 1 if self.tied else steps + self.heun
 
     def prepare(self, begin: int, end: int) -> tuple[tuple[Tensor | None, ...], int]:
-        """Where a launch of the steps begin … end − 1 adds, and the first block there."""
+        """The sums to which a launch of the steps begin … end − 1 adds, and their first block."""
         if self.atomic:
             return tuple(self.totals), 0
         return tuple(self.partial), 0 if self.tied else begin
@@ -57,7 +57,7 @@ class Sums:
 
 
 def _total(gradient: Tensor) -> Tensor:
-    """Zeros: the gradient itself, if sums can be kept in it."""
+    """A total set to zero: the gradient itself if it is float32 and contiguous."""
     if gradient.dtype == torch.float32 and gradient.is_contiguous():
         return gradient.zero_()
     return torch.zeros(gradient.shape, dtype=torch.float32, device=gradient.device)

@@ -28,12 +28,12 @@ REVERSE: Tiles = {
 }
 # A step of Heun's scheme has two blocks.
 REVERSE_HEUN: Tiles = {**REVERSE, 64: (Tile(16, 16, 256), Tile(16, 32, 256))}
-# Products on NVIDIA's ordinary units, not on tensor cores, hold their operands in registers, too.
+# Products that do not run on NVIDIA's tensor cores hold their operands in registers as well.
 REVERSE_SCALAR: Tiles = {16: (Tile(16, 16, 128),), 32: (Tile(16, 16, 256), Tile(16, 16, 128))}
 
 
 def tiles_of(spec: KernelSpec, device: Device, element: int, reverse: bool) -> tuple[Tile, ...]:
-    """Those that fit the device, the default first; none: the problem is too wide.
+    """The tiles that fit the device, the default first; empty if the problem is too wide.
 
     element  bytes of a weight
     """
@@ -45,7 +45,7 @@ def tiles_of(spec: KernelSpec, device: Device, element: int, reverse: bool) -> t
 
 
 def reverse_table(spec: KernelSpec, device: Device, element: int) -> Tiles:
-    """Ends at the widest state of which the kernel can hold enough in registers."""
+    """The tiles of the reverse kernel, up to the widest state that fits into the registers."""
     scalar = element == 4 and spec.precision == "ieee" and device.target.startswith("cuda")
     if spec.scheme == "euler":
         return REVERSE_SCALAR if scalar else REVERSE
@@ -54,8 +54,8 @@ def reverse_table(spec: KernelSpec, device: Device, element: int) -> Tiles:
 
 
 def shared_bytes(tile: Tile, spec: KernelSpec, element: int) -> int:
-    """At most what a kernel needs of shared memory: weights as loaded and as operands, two states
-    as operands, and a gradient on its way to memory."""
+    """An upper bound on a kernel's shared memory: weights as loaded and as operands, two states as
+    operands, and a gradient before it is stored."""
     if spec.block == "mlp":
         weight, copies = tile.chunk * spec.width, 4
     else:

@@ -1,9 +1,9 @@
 """Which of several tiles is fastest: measured once per kind of problem and remembered, in memory
 and in a file.
 
-Nothing is measured, and the first tile serves, under ``torch.use_deterministic_algorithms(True)``
+Nothing is measured and the first tile is taken under ``torch.use_deterministic_algorithms(True)``
 (the same tile gives the same roundings on every machine), while a CUDA graph is captured, with
-``RESODE_TUNE=0``, and where no GPU runs the kernels.
+``RESODE_TUNE=0``, and in the interpreter.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ def measures(x: Tensor) -> bool:
 
 
 def best(key: Sequence[Any], tiles: Sequence[Tile], seconds: Callable[[Tile], float]) -> Tile:
-    """The fastest tile for problems of the kind ``key``. A tile whose kernel does not fit the
-    device may raise."""
+    """The fastest tile for problems of the kind ``key``. ``seconds`` may raise OutOfResources if a
+    tile's kernel does not fit the device."""
     name = " ".join(map(str, key))
     if name not in _remembered:
         stored = _read().get(name)
@@ -63,7 +63,7 @@ def _or_never(seconds: Callable[[Tile], float], tile: Tile) -> float:
 def _read() -> dict[str, Any]:
     try:
         stored: dict[str, Any] = json.loads(cache_file().read_text())
-    except (OSError, ValueError):  # none yet, or half of one
+    except (OSError, ValueError):  # no file, or an incomplete one
         return {}
     return stored
 
@@ -76,5 +76,5 @@ def _write(name: str, tile: Tile) -> None:
         with tempfile.NamedTemporaryFile("w", dir=file.parent, delete=False) as new:
             json.dump({**_read(), name: tile}, new, indent=0)
         os.replace(new.name, file)
-    except OSError:  # no place to write: it is measured again next time
+    except OSError:  # the file cannot be written: the next process measures again
         pass
