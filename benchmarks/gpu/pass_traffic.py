@@ -216,14 +216,14 @@ def _layers_model(case: Case, reverse: bool) -> TrafficModel:
     launch would come back to the parameters of its channels. A stage of one step does without
     a product, as h = 1: what is predicted for it is a bound."""
     of_full_tiles = Rows.of(replace(case, batch=TILE).zeros(case.dtype, "meta"))
-    positions, blocks = of_full_tiles.tile[0], of_full_tiles.grid[1]
+    positions, columns = of_full_tiles.tile[0], of_full_tiles.grid[1]
     samples = []
     known: dict[Any, Launch] = {}  # steps are alike
     for half_tiles, programs in [(4, 2), (3, 2), (6, 2), (6, 3)]:
         for steps in (2, 3):
             batch = half_tiles * positions // 2 // case.size**2
             small = replace(case, batch=batch, depth=steps + case.first_steps)
-            with patch.object(normalization, "PROGRAMS", programs * blocks):
+            with patch.object(normalization, "PROGRAMS", programs * columns):
                 launches = count_kernels(small, None, reverse=reverse, known=known)
                 samples.append((pass_size(small, None, reverse=reverse), launches))
     return TrafficModel(samples, along=("steps",), across=("rows", "tiles", "programs"))

@@ -44,7 +44,8 @@ int64_t stride(const Stage& stage, const void* const* table, int k, int bytes) {
 // The tallest tile in which every warp has a part, or a lower one if the rows would not give every
 // multiprocessor a tile; with the widest chunk of weights that fits beside it.
 std::optional<Launches> launches(const Stage& stage, const Gpu& gpu, bool reverse) {
-  if (stage.block == Block::conv || stage.stream != DType::float32) return {};
+  const bool depth_fused = stage.block == Block::mlp || stage.block == Block::linear;
+  if (!depth_fused || stage.stream != DType::float32) return {};
   const FusedKernels& kernels = kernels_for(stage, gpu);
   const int width = round_up(stage.dim, kStateColumns);
   const int units = round_up(stage.block == Block::mlp ? stage.hidden : stage.dim, 16);

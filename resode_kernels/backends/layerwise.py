@@ -23,6 +23,9 @@ from .contract import ReverseIO
 from .engine import EngineBackend
 from .rows import dense, laid_out_like
 
+DEPTH_FUSED = ("mlp", "linear")
+"""Blocks that cuda and triton can run depth-fused. All others run layer by layer."""
+
 
 class Normalization(NamedTuple):
     """The numbers by which channels are normalized. Each tensor has one number per channel."""

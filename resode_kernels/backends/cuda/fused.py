@@ -10,6 +10,7 @@ from torch import Tensor
 from ...problem import Problem
 from .. import native
 from ..contract import ForwardIO, ReverseIO
+from ..layerwise import DEPTH_FUSED
 from .gpu import gpu_of, module
 
 
@@ -30,7 +31,7 @@ def _run(problem: Problem, state: Tensor, io: Any) -> bool:
 
 def forward(problem: Problem, io: ForwardIO) -> bool:
     """Runs the forward pass. False: nothing was done, because the kernels do not take the stage."""
-    if problem.block == "conv":
+    if problem.block not in DEPTH_FUSED:
         return False
     x, none = io.x.contiguous(), io.x.new_empty(0)
     with native.written([io.y]) as (y,):
@@ -40,7 +41,7 @@ def forward(problem: Problem, io: ForwardIO) -> bool:
 
 
 def reverse(problem: Problem, io: ReverseIO) -> bool:
-    if problem.block == "conv":
+    if problem.block not in DEPTH_FUSED:
         return False
     start, anchors, cotangent = (t.contiguous() for t in (io.start, io.anchors, io.cotangent))
     with native.written(io.gradients) as gradients:

@@ -86,7 +86,7 @@ def combine(x: Any, *terms: tuple[float, Any]) -> Any:
 def forward(problem: Problem, io: ForwardIO) -> None:
     from . import fused, layerwise
 
-    plan = None if problem.block == "conv" else fused.layout(problem, io.x, reverse=False)
+    plan = fused.layout(problem, io.x, reverse=False)
     if plan is None:
         layerwise.LAYERWISE.forward(problem, io)
     else:
@@ -96,7 +96,7 @@ def forward(problem: Problem, io: ForwardIO) -> None:
 def reverse(problem: Problem, io: ReverseIO) -> None:
     from . import fused, layerwise
 
-    plan = None if problem.block == "conv" else fused.layout(problem, io.start, reverse=True)
+    plan = fused.layout(problem, io.start, reverse=True)
     if plan is None:
         layerwise.LAYERWISE.reverse(problem, io)
     else:

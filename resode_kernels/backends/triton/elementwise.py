@@ -33,10 +33,10 @@ def combine_kernel(
     out, y0, y1, y2, y3, y4,
     a0: tl.float64, a1: tl.float64, a2: tl.float64, a3: tl.float64, a4: tl.float64,
     elements,
-    COUNT: tl.constexpr, BLOCK: tl.constexpr, ACCUMULATOR: tl.constexpr,
+    COUNT: tl.constexpr, ELEMENTS: tl.constexpr, ACCUMULATOR: tl.constexpr,
 ):  # fmt: skip
     """out = Σ a_i y_i over the first COUNT of the tensors, all laid out alike."""
-    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    i = tl.program_id(0).to(tl.int64) * ELEMENTS + tl.arange(0, ELEMENTS)
     mask = i < elements
     # The factors are float64, so that none of them is rounded.
     total = tl.full([], a0, ACCUMULATOR) * tl.load(y0 + i, mask=mask).to(ACCUMULATOR)
@@ -62,7 +62,7 @@ def combine(a: Sequence[float], y: Sequence[Tensor]) -> Tensor:
     launch(
         combine_kernel, (triton.cdiv(out.numel(), TILE),),
         out, *y, *[out] * unused, *map(float, a), *[0.0] * unused, out.numel(),
-        COUNT=count, BLOCK=TILE, ACCUMULATOR=accumulator(out.dtype),
+        COUNT=count, ELEMENTS=TILE, ACCUMULATOR=accumulator(out.dtype),
     )  # fmt: skip
     return out
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from ...nonfinite import new_flag
 from ...problem import Problem
 from ..contract import ForwardIO, ReverseIO
+from ..layerwise import DEPTH_FUSED
 from . import tuning
 from .device import device_of
 from .launch import launch
@@ -22,7 +23,9 @@ from .tiles import tiles_of
 
 
 def layout(problem: Problem, x: Tensor, *, reverse: bool) -> Plan | None:
-    """The plan of a pass; None: the problem is too wide for a tile."""
+    """The plan of a pass; None: the problem has no depth-fused kernel or is too wide for a tile."""
+    if problem.block not in DEPTH_FUSED:
+        return None
     device, spec = device_of(x), spec_of(problem)
     weight = weight_of(problem)
     tiles = tiles_of(spec, device, weight.element_size(), reverse)

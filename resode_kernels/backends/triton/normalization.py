@@ -39,8 +39,8 @@ PROGRAMS = 1024
 
 def _partials(rows: Rows) -> int:
     """The number of parts into which a reduction divides a channel."""
-    tiles, blocks = rows.grid
-    return min(tiles, -(-PROGRAMS // blocks))
+    tiles, columns = rows.grid
+    return min(tiles, -(-PROGRAMS // columns))
 
 
 def _accumulators(like: Tensor, *shape: int) -> Tensor:
@@ -91,10 +91,10 @@ def partial_statistics_kernel(
 
 @triton.jit
 def join_statistics_kernel(
-    mean, variance, partials, z, programs, channel_stride, BLOCK: tl.constexpr
+    mean, variance, partials, z, programs, channel_stride, COUNT: tl.constexpr
 ):
     """A channel's mean and variance from all its partial results."""
-    channel, program = tl.program_id(0), tl.arange(0, BLOCK)
+    channel, program = tl.program_id(0), tl.arange(0, COUNT)
     inside = program < programs
     at = partials + channel.to(tl.int64) * programs + program
     part = tl.num_programs(0).to(tl.int64) * programs
@@ -112,17 +112,17 @@ def join_statistics_kernel(
 def statistics(z: Tensor) -> tuple[Tensor, Tensor]:
     """Mean and biased variance of every channel."""
     rows = Rows.of(z)
-    tiles, blocks = rows.grid
+    tiles, columns = rows.grid
     programs = _partials(rows)
     partials = _accumulators(z, 3, rows.channels, programs)
     launch(
-        partial_statistics_kernel, (programs, blocks), partials, z, tiles, *rows.arguments,
+        partial_statistics_kernel, (programs, columns), partials, z, tiles, *rows.arguments,
         ACCUMULATOR=accumulator(z.dtype),
     )  # fmt: skip
     mean, variance = _accumulators(z, 2, rows.channels)
     launch(
         join_statistics_kernel, (rows.channels,), mean, variance, partials, z, programs,
-        rows.strides[2], BLOCK=triton.next_power_of_2(programs),
+        rows.strides[2], COUNT=triton.next_power_of_2(programs),
     )  # fmt: skip
     return mean, variance
 
@@ -265,12 +265,12 @@ def vjp(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dz in z's dtype, dγ and dβ, from d = ∂L/∂a. ``of_batch``: μ and v are z's own."""
     d, rows = laid_out_like(d, z), Rows.of(z)
-    tiles, blocks = rows.grid
+    tiles, columns = rows.grid
     programs = _partials(rows)
     partials = _accumulators(z, 2, rows.channels, programs)
     constants: dict[str, Any] = {"ACTIVATION": activation, "ACCUMULATOR": accumulator(z.dtype)}
     launch(
-        vjp_sums_kernel, (programs, blocks), partials, d, z, *normalization, tiles,
+        vjp_sums_kernel, (programs, columns), partials, d, z, *normalization, tiles,
         *rows.arguments, **constants,
     )  # fmt: skip
     d_beta, d_gamma = partials.sum(-1)
