@@ -11,6 +11,7 @@ import torch
 from ..options import positive_int
 from ..stages import Stage
 from ..states import parts, state_like
+from ..uncompiled import uncompiled
 from .probe import Probe
 from .settings import CHECKPOINT
 
@@ -55,7 +56,7 @@ class Monitor:
     ) -> None:
         self.close()
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @uncompiled
     def _after_forward(
         self, stage: Stage, args: tuple[Any, ...], kwargs: dict[str, Any], y: Any
     ) -> None:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from .. import nonfinite, reference
 from ..options import Method
 from ..states import State, in_stream, parts, state_like
+from ..uncompiled import uncompiled
 from ..undifferentiable import undifferentiable
 from .blocks import Call, PlainBlock, ReplayedBlock
 from .parameters import Slot, is_sharded, standing_in, trainable
@@ -220,7 +221,7 @@ class ResidualFunction(torch.autograd.Function):
         return None, *gradients
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
+@uncompiled
 def run(
     modules: Sequence[nn.Module],
     x: State,
