@@ -1,5 +1,5 @@
-// What the Python modules `_C` and `_CUDA` have in common: the structs of stage.h as Python
-// classes. Callers pass addresses of contiguous memory that they keep alive.
+// What the Python modules `resode_kernels_cpu` and `resode_kernels_cuda` have in common: the structs
+// of stage.h as Python classes. Callers pass addresses of contiguous memory that they keep alive.
 
 #pragma once
 
@@ -111,8 +111,9 @@ PyReverse make_reverse(const std::string& reverse_rule, int order, uintptr_t sta
   return r;
 }
 
-// The classes are local to a module: `_C` and `_CUDA` each have their own.
+// The classes are local to a module: each module has its own.
 [[maybe_unused]] void bind_structs(py::module_& m) {
+  m.attr("INTERFACE") = kInterface;
   py::class_<PyStage, std::shared_ptr<PyStage>>(m, "Stage", py::module_local())
       .def(py::init(&make_stage), py::kw_only(), py::arg("block"), py::arg("activation"),
            py::arg("scheme"), py::arg("steps"), py::arg("step"), py::arg("tied"), py::arg("rows"),

@@ -1,5 +1,5 @@
-// The Python module `_C`. It checks no arguments, allocates no tensors and does not know torch. The
-// GIL is released while kernels run.
+// The Python module `resode_kernels_cpu`. It checks no arguments, allocates no tensors and does not
+// know torch. The GIL is released while kernels run.
 
 #include <string>
 #include <type_traits>
@@ -141,7 +141,7 @@ void bind_pass(py::module_& m, const char* name) {
 
 }  // namespace
 
-PYBIND11_MODULE(_C, m) {
+PYBIND11_MODULE(resode_kernels_cpu, m) {
   m.doc() = "Fused CPU kernels of resode_kernels. See resode_kernels/backends/cpp.py.";
 
   bind_structs(m);

@@ -12,6 +12,10 @@
 
 namespace resode {
 
+// The version of the interface between Python and the compiled modules, to be raised together with
+// INTERFACE of resode_kernels/backends/native.py when a signature, a struct or an enum changes.
+constexpr int kInterface = 1;
+
 // An enum, and as one text the names of its values in their order, which Python uses (bindings.h).
 template <class Enum>
 inline constexpr const char* kNames = nullptr;

@@ -9,7 +9,7 @@ from importlib.metadata import version
 __version__ = version("resode_kernels")
 
 from . import functional, models
-from .backends import BackendUnavailableError
+from .backends import BackendUnavailableError, MissingKernelsWarning
 from .depth import deepen, untie
 from .diagnostics import (
     GradientErrorWarning,
@@ -30,6 +30,7 @@ __all__ = [
     "GradientErrorWarning",
     "LinearStage",
     "MLPStage",
+    "MissingKernelsWarning",
     "NonFiniteReconstructionError",
     "NonFiniteReconstructionWarning",
     "Report",

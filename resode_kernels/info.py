@@ -35,7 +35,7 @@ def lines() -> list[str]:
 
 
 def _cpp() -> list[str]:
-    reason, report = cpp.unavailable(), native.build_report()
+    reason, report = cpp.unavailable(), native.build_report().get("cpu", {})
     if reason is not None:
         return [f"  not available: {reason}"]
     threads = torch.get_num_threads() if report.get("openmp", True) else 1

@@ -16,7 +16,6 @@ flags="-O1 -g -fno-omit-frame-pointer -fsanitize=address,undefined -fno-sanitize
 # From a copy: objects of this build must not get into the checkout's.
 mkdir "$work/source"
 cp -r "$root"/{csrc,resode_kernels,tools,setup.py,pyproject.toml,README.md,LICENSE} "$work/source"
-rm -f "$work"/source/resode_kernels/*.so
 RESODE_CXXFLAGS=$flags python -m pip install -q --no-deps --target "$work" "$work/source"
 
 cd "$root"

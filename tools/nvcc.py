@@ -1,8 +1,8 @@
 """Finds nvcc, and knows what to compile csrc/cuda with.
 
-setup.py builds the module `_CUDA` by it, benchmarks/gpu/cuda_resources.py looks at the code. nvcc
-compiles the files of csrc/cuda that are plain C++, too, and links: it knows where its headers and
-its runtime are.
+build_kernels.py builds the module `resode_kernels_cuda` with it, and
+benchmarks/gpu/cuda_resources.py looks at the code. nvcc compiles the files of csrc/cuda that are
+plain C++ as well, and links: it knows where its headers and its runtime are.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Nvcc:
 
 
 def find(compiler: str = "") -> Nvcc:
-    """nvcc from $CUDA_HOME or the PATH, with this command as its host compiler, tried once."""
+    """nvcc from $CUDA_HOME or the PATH, with this command as its host compiler."""
     home = os.environ.get("CUDA_HOME")
     path = (home and shutil.which("nvcc", path=str(Path(home, "bin")))) or shutil.which("nvcc")
     if not path:
@@ -48,9 +48,7 @@ def find(compiler: str = "") -> Nvcc:
     # Of a command with a launcher and flags (ccache g++ -m64) nvcc takes the compiler.
     words = [word for word in compiler.split() if not word.startswith("-")]
     host = ("-ccbin", words[-1]) if words else ()
-    nvcc = Nvcc(path, release[1], tuple(sorted(map(int, codes))), host)
-    _try(nvcc)
-    return nvcc
+    return Nvcc(path, release[1], tuple(sorted(map(int, codes))), host)
 
 
 def targets(nvcc: Nvcc, asked: str) -> list[int]:
@@ -67,6 +65,29 @@ def targets(nvcc: Nvcc, asked: str) -> list[int]:
                 + ", ".join(known)
             )
     return sorted({int(name) for name in names})
+
+
+def visible_gpus() -> list[int]:
+    """The compute capabilities of the GPUs that nvidia-smi shows, 80 for 8.0."""
+    if not shutil.which("nvidia-smi"):
+        return []
+    said = _output("nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader")
+    return sorted({int(major + minor) for major, minor in re.findall(r"(\d+)\.(\d)", said)})
+
+
+def targets_of(nvcc: Nvcc, capabilities: list[int]) -> list[int]:
+    """The targets that these GPUs run best: each the newest one that is not newer than the GPU."""
+    served = [gpu for gpu in capabilities if gpu >= TARGETS[0]]
+    if not served:
+        shown = ", ".join(str(gpu / 10) for gpu in capabilities)
+        raise NvccError(
+            f"the GPUs of this machine have compute capability {shown}; the kernels need "
+            f"{TARGETS[0] / 10} (RESODE_CUDA_ARCHS builds them for other machines)"
+        )
+    known = [target for target in nvcc.known if target >= TARGETS[0]]
+    if not known:
+        raise NvccError(f"nvcc {nvcc.version} knows no compute capability from 8.0 on")
+    return sorted({max((t for t in known if t <= gpu), default=known[0]) for gpu in served})
 
 
 def generate(targets: list[int]) -> str:
@@ -93,15 +114,17 @@ def _output(*command: str) -> str:
     return subprocess.run(command, capture_output=True, text=True).stdout
 
 
-def _try(nvcc: Nvcc) -> None:
-    """Most of what can be wrong with an nvcc shows with any program: a host compiler that is
-    missing or too new for it, a toolkit without headers."""
+def complaint(nvcc: Nvcc) -> str | None:
+    """What keeps this nvcc from compiling anything, or None. To be asked after a failure: most of
+    what can be wrong with an nvcc shows with any program, such as a host compiler that is missing
+    or too new for it, or a toolkit without headers."""
     with tempfile.TemporaryDirectory() as directory:
         source = Path(directory, "probe.cu")
         source.write_text("__global__ void probe(float* x) { *x = 1; }\n")
         command = [nvcc.path, *FLAGS, *nvcc.host, "-c", str(source)]
         run = subprocess.run(command, capture_output=True, text=True, cwd=directory)
-    if run.returncode:
-        said = (run.stderr + run.stdout).strip().splitlines()
-        line = next((line for line in said if "error" in line.lower()), (said or ["nothing"])[0])
-        raise NvccError(f"{nvcc.path} {nvcc.version} compiles nothing here; it says: {line}")
+    if not run.returncode:
+        return None
+    said = (run.stderr + run.stdout).strip().splitlines()
+    line = next((line for line in said if "error" in line.lower()), (said or ["nothing"])[0])
+    return f"{nvcc.path} {nvcc.version} compiles nothing here; it says: {line}"

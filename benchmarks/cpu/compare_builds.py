@@ -4,8 +4,8 @@ turns in one process.
     git worktree add ../before HEAD
     (cd ../before && RESODE_CUDA=0 python setup.py build_ext --inplace)
     RESODE_CUDA=0 python setup.py build_ext --inplace
-    python benchmarks/cpu/compare_builds.py ../before/resode_kernels/_C.*.so \
-        resode_kernels/_C.*.so --shapes 64,2048,64 512,256,16
+    python benchmarks/cpu/compare_builds.py ../before/resode_kernels_cpu.*.so \
+        resode_kernels_cpu.*.so --shapes 64,2048,64 512,256,16
 
 A build is named after the folder that it was made in. SHAPE is as in profile_step.py. Nothing is
 timed before the gradients of all builds agree with those of the first. Times are medians; the
@@ -44,7 +44,7 @@ def load(path: Path, number: int) -> Any:
     loaded already, and a file cannot be loaded twice."""
     if path.samefile(cpp._C.__file__):
         return cpp._C
-    name = f"build{number}._C"
+    name = f"build{number}.{path.name.partition('.')[0]}"
     loader = importlib.machinery.ExtensionFileLoader(name, str(path))
     spec = importlib.util.spec_from_file_location(name, path, loader=loader)
     assert spec is not None
@@ -110,7 +110,7 @@ def main() -> None:
     args = parser.parse_args()
 
     builds = {
-        f"{number} {path.resolve().parents[1].name}": load(path, number)
+        f"{number} {path.resolve().parent.name}": load(path, number)
         for number, path in enumerate(args.builds, 1)
     }
     for shape in args.shapes:

@@ -1,4 +1,4 @@
-// The layer-wise functions of the Python module `_CUDA`.
+// The layer-wise functions of the Python module `resode_kernels_cuda`.
 
 #include "layerwise.h"
 

@@ -1,5 +1,5 @@
-// The Python module `_CUDA`. It checks no arguments, allocates no tensors and does not know torch.
-// It links the CUDA runtime statically and can be imported where there is no GPU.
+// The Python module `resode_kernels_cuda`. It checks no arguments, allocates no tensors and does not
+// know torch. It links the CUDA runtime statically and can be imported where there is no GPU.
 
 #include "../bindings.h"
 #include "fused.h"
@@ -24,7 +24,7 @@ void bind_pass(py::module_& m, const char* name) {
 
 }  // namespace
 
-PYBIND11_MODULE(_CUDA, m) {
+PYBIND11_MODULE(resode_kernels_cuda, m) {
   m.doc() = "Fused CUDA kernels of resode_kernels. See resode_kernels/backends/cuda.";
   bind_structs(m);
   py::class_<Gpu>(m, "Gpu", py::module_local())

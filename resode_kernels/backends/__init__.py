@@ -10,6 +10,8 @@ layerwise.py     stages layer by layer on a GPU, by the engine and the kernels o
 
 from __future__ import annotations
 
+import functools
+import warnings
 from collections.abc import Sequence
 
 import torch
@@ -20,7 +22,15 @@ from . import cpp, cuda, triton
 from .contract import Backend, BackendUnavailableError
 from .engine import REFERENCE
 
-__all__ = ["REGISTRY", "Backend", "BackendUnavailableError", "choose", "choose_combine", "why_not"]
+__all__ = [
+    "REGISTRY",
+    "Backend",
+    "BackendUnavailableError",
+    "MissingKernelsWarning",
+    "choose",
+    "choose_combine",
+    "why_not",
+]
 
 _ALL: tuple[Backend, ...] = (cpp, cuda, triton, REFERENCE)
 REGISTRY: dict[str, Backend] = {backend.name: backend for backend in _ALL}
@@ -39,6 +49,8 @@ def choose(name: str, device: torch.device, dtype: torch.dtype = torch.float32) 
         for candidate, backend in REGISTRY.items():
             if device.type in backend.automatic_on and why_not(candidate, device, dtype) is None:
                 return candidate
+        if not torch.compiler.is_compiling():  # a warning would break the graph
+            _warn_of_missing_kernels(device.type)
         return REFERENCE.name
     reason = why_not(name, device, dtype)
     if reason is not None:
@@ -47,6 +59,28 @@ def choose(name: str, device: torch.device, dtype: torch.dtype = torch.float32) 
             "(backend='auto' picks an available one; `python -m resode_kernels info` lists them)"
         )
     return name
+
+
+class MissingKernelsWarning(UserWarning):
+    """``backend="auto"`` runs the slower reference, because compiled kernels are missing."""
+
+
+@functools.cache  # one warning per process
+def _warn_of_missing_kernels(device_type: str) -> None:
+    missing = [
+        f"the backend {name!r} is not available: {reason}"
+        for name, backend in REGISTRY.items()
+        if device_type in backend.automatic_on and (reason := backend.unavailable()) is not None
+    ]
+    if missing:
+        warnings.warn(
+            f"stages on {device_type!r} run in the backend 'reference', which is slower and takes "
+            f"more memory, because {'; '.join(missing)}. Install resode_kernels again with a C++ "
+            "compiler (for GPUs: with nvcc, or Triton), or set backend='reference' to do without "
+            "this warning. `python -m resode_kernels info` shows what was built.",
+            MissingKernelsWarning,
+            stacklevel=2,
+        )
 
 
 def choose_combine(name: str, state: Sequence[Tensor]) -> reference.Combine:

@@ -17,7 +17,7 @@ automatic_on = ("cpu",)
 combine = None
 
 # Loaded after torch, so that the module shares torch's OpenMP runtime and thread pool.
-_C, _reason = native.load("_C", native.build_report())
+_C, _reason = native.load("cpu")
 if _C is not None and os.environ.get("RESODE_ISA"):
     _C.select(os.environ["RESODE_ISA"])
 

@@ -1,14 +1,15 @@
-"""What the compiled modules `_C` and `_CUDA` share: the report of their build, and the translation
-of a problem into the structs of csrc/stage.h."""
+"""What the compiled modules ``resode_kernels_cpu`` and ``resode_kernels_cuda`` share: how they are
+loaded, and the translation of a problem into the structs of csrc/stage.h."""
 
 from __future__ import annotations
 
 import functools
 import importlib
 import json
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from importlib import resources
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,26 +18,37 @@ from torch import Tensor
 from ..problem import Problem
 from .contract import ForwardIO, ReverseIO
 
+INTERFACE = 1
+"""The version of the interface between Python and the compiled modules: ``kInterface`` of
+csrc/stage.h, to be raised when a signature changes."""
+
 
 @functools.cache
-def build_report() -> dict[str, Any]:
-    """The report that setup.py wrote about the builds."""
-    file = resources.files("resode_kernels") / "build_report.json"
-    return json.loads(file.read_text()) if file.is_file() else {}
+def build_report() -> dict[str, dict[str, Any]]:
+    """What ``tools/build_kernels.py`` reported of the builds of ``"cpu"`` and ``"cuda"``. The
+    report lies beside the compiled modules, which may be another folder than the package's."""
+    for folder in sys.path:
+        file = Path(folder, "resode_kernels_build.json")
+        if file.is_file():
+            report: dict[str, dict[str, Any]] = json.loads(file.read_text())
+            return report
+    return {}
 
 
-def load(name: str, report: dict[str, Any]) -> tuple[Any, str | None]:
-    """The module, or why it cannot be imported. ``report``: the report of its build."""
+def load(name: str) -> tuple[Any, str | None]:
+    """The compiled module ``"cpu"`` or ``"cuda"``, or why it cannot be used."""
+    module_name = f"resode_kernels_{name}"
     try:
-        return importlib.import_module(f"resode_kernels.{name}"), None
+        module = importlib.import_module(module_name)
     except ImportError as error:
-        reason = str(report.get("error", error))
-        if resources.files("resode_kernels").joinpath("../setup.py").is_file():
-            reason += (
-                "; this is resode_kernels' source tree: start Python elsewhere to get the "
-                "installed package, or `pip install -e .` to build the module here"
-            )
-        return None, reason
+        return None, str(build_report().get(name, {}).get("error", error))
+    built = getattr(module, "INTERFACE", None)
+    if built != INTERFACE:
+        return None, (
+            f"{module.__file__} is of another version of the package (its interface is {built}, "
+            f"expected {INTERFACE}); install the package again"
+        )
+    return module, None
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -481,7 +481,7 @@ def put_back(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def two_builds(tmp_path: Path, put_back: None) -> list[Path]:
-    builds = [tmp_path / name / "resode_kernels" / "_C.so" for name in ("before", "after")]
+    builds = [tmp_path / name / "resode_kernels_cpu.so" for name in ("before", "after")]
     for build in builds:
         build.parent.mkdir(parents=True)
         shutil.copy(cpp._C.__file__, build)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
 import shutil
@@ -13,7 +14,6 @@ import nvcc
 import pytest
 import sass
 
-import resode_kernels as rk
 from resode_kernels.backends import native
 
 cuda_resources = pytest.importorskip("cuda_resources", reason="Triton is not installed")
@@ -24,12 +24,13 @@ ARCHITECTURES = REPORT.get("architectures", [])
 
 @pytest.fixture
 def module() -> Path:
-    """The module `_CUDA` of the installed package, not the emulated one."""
-    found = list(Path(rk.__file__).parent.glob("_CUDA*.so"))
-    if not found and os.environ.get("RESODE_CUDA") != "1":
-        pytest.skip(f"the CUDA kernels are not built: {REPORT.get('error', 'nobody knows why')}")
-    (path,) = found
-    return path
+    """The installed module `resode_kernels_cuda`, not the emulated one."""
+    spec = importlib.util.find_spec("resode_kernels_cuda")
+    if spec is None and os.environ.get("RESODE_CUDA") != "1":
+        pytest.skip(f"the CUDA kernels are not built: {REPORT.get('error', 'not installed')}")
+    assert spec is not None
+    assert spec.origin is not None
+    return Path(spec.origin)
 
 
 @pytest.fixture

@@ -29,7 +29,7 @@ EMULATION = Path(__file__).resolve().parent / "emulation"
 CSRC = ROOT / "csrc"
 FOLDER = Path(tempfile.gettempdir(), f"resode_emulation_{os.getuid()}")
 
-MODULE = f"_CUDA{sysconfig.get_config_var('EXT_SUFFIX')}"
+MODULE = f"resode_kernels_cuda{sysconfig.get_config_var('EXT_SUFFIX')}"
 WARNINGS = ["-Wall", "-Wextra", "-Wno-unknown-pragmas", "-Wno-restrict"]
 FLAGS = ["-std=c++20", "-O2", "-march=native", "-g1", "-fPIC", "-fvisibility=hidden", *WARNINGS]
 
@@ -37,7 +37,7 @@ Unit = tuple[Path, Sequence[str]]  # a source and the flags that only it has
 
 
 def build(flags: Sequence[str] = (), sources: Path = CSRC) -> Path:
-    """The emulated module `_CUDA`."""
+    """The emulated module `resode_kernels_cuda`."""
     units = list(nvcc.units(sources / "cuda").values())
     includes = [f"-I{pybind11.get_include()}", f"-I{sysconfig.get_path('include')}"]
     architectures = '-DRESODE_CUDA_ARCHS="\\"emulated\\""'
@@ -52,7 +52,7 @@ def more_flags() -> list[str]:
 
 def load(path: Path) -> ModuleType:
     """The module in `path`. Not by the name of the installed one, which pybind11 would return."""
-    spec = importlib.util.spec_from_file_location("emulated._CUDA", path)
+    spec = importlib.util.spec_from_file_location("emulated.resode_kernels_cuda", path)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)

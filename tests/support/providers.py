@@ -40,7 +40,7 @@ def load(name: str, monkeypatch: pytest.MonkeyPatch) -> Provider:
         pytest.importorskip("triton")
         round_to_nearest(monkeypatch)
     elif DEVICE == "cuda":
-        pytest.importorskip("resode_kernels._CUDA")
+        pytest.importorskip("resode_kernels_cuda")
     else:
         emulated.install(monkeypatch)
     files = ("elementwise", "normalization", "layerwise")

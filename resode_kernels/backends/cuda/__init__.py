@@ -24,7 +24,7 @@ name = "cuda"
 automatic_on = ("cuda",)
 
 report = native.build_report().get("cuda", {})
-_CUDA, _reason = native.load("_CUDA", report)
+_CUDA, _reason = native.load("cuda")
 
 
 def unavailable() -> str | None:
