@@ -17,9 +17,16 @@ if not torch.cuda.is_available():  # before anything imports triton
 
 import providers
 
-from resode_kernels.backends import cpp
+from resode_kernels.backends import cpp, triton
 from resode_kernels.backends.layerwise import Kernels
 
+if triton.unavailable() is not None:
+    collect_ignore = [
+        "benchmarks/test_costs.py",
+        "benchmarks/test_offline.py",
+        "benchmarks/test_triton_compile.py",
+        "kernels/test_triton.py",
+    ]
 INSTRUCTION_SETS = cpp._C.supported() if cpp.unavailable() is None else []
 
 
@@ -27,12 +34,28 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Slow tests go first, so that no worker is left with one of them when all others are done.
     Tests of the C++ kernels need them, unless they were not built; RESODE_CPP=1 insists."""
     items.sort(key=lambda item: "slow" not in item.keywords)
+    if triton.unavailable() is not None and any(
+        "triton" in parameters(item).values() for item in items
+    ):
+        leave_out_triton(config, items)
     if cpp.unavailable() is None or os.environ.get("RESODE_CPP") == "1":
         return
     skip = pytest.mark.skip(reason=f"the C++ backend is not available: {cpp.unavailable()}")
     for item in items:
         if "needs_cpp" in item.keywords:
             item.add_marker(skip)
+
+
+def leave_out_triton(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Skips one test of Triton's kernels with the reason, and deselects the others."""
+    first, *others = [item for item in items if "triton" in parameters(item).values()]
+    first.add_marker(pytest.mark.skip(reason=str(triton.unavailable())))
+    config.hook.pytest_deselected(items=others)
+    items[:] = [item for item in items if item not in set(others)]
+
+
+def parameters(item: pytest.Item) -> dict[str, object]:
+    return item.callspec.params if hasattr(item, "callspec") else {}
 
 
 @pytest.fixture(autouse=True)

@@ -8,9 +8,6 @@ from unittest.mock import patch
 
 import pytest
 import torch
-
-pytest.importorskip("triton", reason="Triton is not installed")
-
 import triton
 import triton.language as tl
 from costs import GPU, GPUS, costs

@@ -14,9 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-pytest.importorskip("triton")
-
 from targets import TARGETS, occupancy
 from triton.runtime import driver
 from triton_offline import offline

@@ -11,9 +11,6 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-
-pytest.importorskip("triton", reason="Triton is not installed")
-
 from targets import TARGETS
 from triton_cases import QUICK, cases
 

@@ -26,7 +26,7 @@ from torch import Tensor
 
 import resode_kernels as rk
 from resode_kernels import backends, info, reference
-from resode_kernels.backends import cuda, native
+from resode_kernels.backends import cuda, native, triton
 from resode_kernels.backends.contract import ForwardIO, ReverseIO
 from resode_kernels.backends.cuda import gpu
 from resode_kernels.backends.engine import EngineBackend
@@ -283,7 +283,8 @@ def a_gpu(monkeypatch: pytest.MonkeyPatch) -> dict[str, tuple[int, int]]:
 def test_auto_picks_cuda_where_it_was_built_for_the_gpu(
     a_gpu: dict[str, tuple[int, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pytest.importorskip("triton", reason="auto would fall back to the reference")
+    if triton.unavailable() is not None:
+        pytest.skip(f"auto would fall back to the reference: {triton.unavailable()}")
     device = torch.device("cuda")
     for dtype in STORAGES:
         assert backends.choose("auto", device, dtype) == "cuda"

@@ -47,9 +47,7 @@ LARGE = 6e36
 
 
 def available(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    if backend == "triton":
-        pytest.importorskip("triton", reason="Triton is not installed")
-    elif backend == "cuda" and DEVICE == "cpu":
+    if backend == "cuda" and DEVICE == "cpu":
         emulated.install(monkeypatch)
     elif backend == "cuda" and cuda.unavailable():
         pytest.skip(f"the CUDA kernels are not there: {cuda.unavailable()}")

@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 from helpers import (
     RULES,
     assert_as_accurate_as_pytorch,
@@ -22,12 +24,6 @@ from torch import Tensor
 
 import resode_kernels as rk
 from resode_kernels import backends
-
-pytest.importorskip("triton", reason="Triton is not installed")
-
-import triton
-import triton.language as tl
-
 from resode_kernels.backends.triton import device as devices
 from resode_kernels.backends.triton import fused, plan, stage, tiles, tuning
 from resode_kernels.backends.triton.spec import Tile

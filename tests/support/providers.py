@@ -37,7 +37,6 @@ class Provider(NamedTuple):
 
 def load(name: str, monkeypatch: pytest.MonkeyPatch) -> Provider:
     if name == "triton":
-        pytest.importorskip("triton")
         round_to_nearest(monkeypatch)
     elif DEVICE == "cuda":
         pytest.importorskip("resode_kernels_cuda")
