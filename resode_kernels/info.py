@@ -10,6 +10,8 @@ from . import __version__, backends
 from .backends import cpp, cuda, native, triton
 
 NO_GPU = "none: torch finds no GPU"
+TESTED_TORCH = ("2.10", "2.13", "2.15")
+"""The versions that ``tools/test_with_torch.sh`` ran the tests with."""
 
 
 def lines() -> list[str]:
@@ -17,6 +19,7 @@ def lines() -> list[str]:
     return [
         f"resode_kernels {__version__}, torch {torch.__version__}, "
         f"Python {platform.python_version()}, {platform.machine()}",
+        f"tested with torch {', '.join(TESTED_TORCH)}; takes {TESTED_TORCH[0]} or later",
         "",
         "C++ kernels",
         *_cpp(),

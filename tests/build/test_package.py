@@ -254,3 +254,15 @@ def test_info_says_which_gpus_the_cuda_kernels_serve(monkeypatch: pytest.MonkeyP
         f"GPUs               Old (sm_75, not supported), A100 (sm_80), Orin (sm_87, {other}), "
         f"H100 (sm_90), New (sm_121, {other})" in text
     )
+
+
+def test_every_page_names_the_tested_versions_of_torch() -> None:
+    """The versions of info, the oldest one of pyproject.toml, those of the workflow."""
+    oldest = re.search(r'"torch>=([\d.]+)"', (ROOT / "pyproject.toml").read_text())
+    assert oldest is not None
+    assert oldest[1] == info.TESTED_TORCH[0]
+    workflow = (ROOT / ".github" / "workflows" / "torch.yml").read_text()
+    for named in info.TESTED_TORCH:
+        assert f'"{named}"' in workflow
+    *others, last = info.TESTED_TORCH
+    assert f"{', '.join(others)} and {last}" in (ROOT / "README.md").read_text()
