@@ -29,6 +29,7 @@ SECTIONS = {
     "options": "Stages",
     "diagnostics": "Gradient errors",
     "depth": "Other depths",
+    "defaults": "Errors and warnings",
     "nonfinite": "Errors and warnings",
     "backends": "Errors and warnings",
     "functional": "`rk.functional`: stages as functions",
@@ -61,7 +62,7 @@ def is_public(module: ModuleType, name: str, thing: Any) -> bool:
 
 def page() -> str:
     known = list(SECTIONS)
-    found = sorted(set(entries()), key=lambda entry: (known.index(entry[0]), entry[1].lower()))
+    found = sorted(set(entries()), key=lambda entry: (known.index(entry[0]), entry[1].lower(), entry[1]))
     parts = [HEAD]
     for title in dict.fromkeys(SECTIONS.values()):
         parts.append(f"## {title}\n")
