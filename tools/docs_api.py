@@ -62,7 +62,9 @@ def is_public(module: ModuleType, name: str, thing: Any) -> bool:
 
 def page() -> str:
     known = list(SECTIONS)
-    found = sorted(set(entries()), key=lambda entry: (known.index(entry[0]), entry[1].lower(), entry[1]))
+    found = sorted(
+        set(entries()), key=lambda entry: (known.index(entry[0]), entry[1].lower(), entry[1])
+    )
     parts = [HEAD]
     for title in dict.fromkeys(SECTIONS.values()):
         parts.append(f"## {title}\n")
