@@ -30,6 +30,13 @@ def extras() -> set[str]:
     return set(re.findall(r"^([\w-]+) = \[", section, re.M))
 
 
+def test_the_workflow_installs_the_extra_docs() -> None:
+    (extra,) = re.findall(r"^docs = \[(.*)\]", (ROOT / "pyproject.toml").read_text(), re.M)
+    workflow = (ROOT / ".github" / "workflows" / "docs.yml").read_text()
+    (installed,) = re.findall(r"run: pip install (.*)  #", workflow)
+    assert re.findall(r'"(.*?)"', extra) == re.findall(r"'(.*?)'", installed)
+
+
 @pytest.mark.parametrize(("script", "options"), sorted(commands().items()))
 def test_scripts_have_the_options_that_pages_name(
     script: str,
