@@ -2,6 +2,7 @@
 
     python tools/docs_snippets.py [PAGE ...]
 
+The picture report.png that a page's blocks save becomes the page's picture, PAGE.png.
 The ```python blocks of a page run in order and share their names. A ```text block shows what the
 ```python block above it prints."""
 
@@ -10,11 +11,13 @@ from __future__ import annotations
 import contextlib
 import io
 import os
+import shutil
 import sys
 import tempfile
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
 from docs_pages import ROOT, Fence, fences, pages
 
 IMPORTS = """
@@ -81,7 +84,17 @@ class Output(NamedTuple):
 
 
 def run(page: Path, before: str = "") -> list[Output]:
-    """Runs the blocks of a page after the code ``before``."""
+    """Runs the blocks of a page after the code ``before``, on one thread: on a busy machine two
+    threads would wait for each other longer than these small networks take."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        return _run(page, before)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _run(page: Path, before: str) -> list[Output]:
     names: dict[str, Any] = {"__name__": "page"}
     exec(before, names)
     outputs, printed = [], ""
@@ -110,6 +123,9 @@ def write(page: Path) -> None:
     for block, printed in run_documented(page):
         text = text.replace(f"```text\n{block.text}```", f"```text\n{printed}```")
     page.write_text(text)
+    picture = Path("report.png")
+    if picture.exists():
+        shutil.move(picture, page.with_suffix(".png"))
     print(f"wrote {page}")
 
 
