@@ -10,8 +10,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Collection
 
-import torch
-
 from .options import Measured, Options
 
 REVERSE_OPTIONS = ("backward", "reverse", "order", "anchor_every")
@@ -57,10 +55,8 @@ _warned: set[str] = set()
 
 
 def warn_once(kind: str, options: Options, depth: int) -> None:
-    """Warns if a training step with default options is expected to have wrong gradients: once per
-    kind of stage. Does nothing under ``torch.compile``."""
-    if not torch.is_grad_enabled() or torch.compiler.is_compiling():
-        return
+    """Warns if the gradients of a stage with default options are expected to be wrong: once per
+    kind of stage."""
     error = options.expected_error(depth)
     if error <= MAX_EXPECTED_ERROR or kind in _warned:
         return

@@ -130,7 +130,7 @@ class Options:
     def expected_error(self, depth: int) -> float:
         """The relative error of the gradients with the default reverse rule, see ``Measured``."""
         _, factor, power = self.measured
-        return min(1.0, factor * abs(self.resolved_step(depth)) ** power)
+        return min(1.0, factor * math.pow(abs(self.resolved_step(depth)), power))
 
     def blocks(self, depth: int) -> int:
         """The number of blocks that ``depth`` steps use."""

@@ -28,6 +28,7 @@ class Stage(nn.Module):
         self.depth, self.tied = depth, tied
         self.options = kind.of(options)
         self.reverse_is_chosen = defaults.chooses_reverse(options)
+        self._checked: Options | None = None  # the options of the last training call
 
     @property
     def num_blocks(self) -> int:
@@ -60,7 +61,16 @@ class Stage(nn.Module):
         return self
 
     def warn_of_defaults(self) -> None:
-        """Every ``forward`` begins with this: see ``defaults.warn_once``."""
+        """Every ``forward`` begins with this: at the first training call with certain options, see
+        ``defaults.warn_once``. Not under ``torch.compile``, where a warning would split the graph.
+        """
+        if (
+            self._checked is self.options
+            or torch.compiler.is_compiling()
+            or not torch.is_grad_enabled()
+        ):
+            return
+        self._checked = self.options
         if not self.reverse_is_chosen:
             defaults.warn_once(type(self).__name__, self.options, self.depth)
 
