@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from typing_extensions import Unpack
 
 from . import backends, checks, reference
+from .defaults import BatchNormOptions
 from .fused import autograd
 from .options import Options, StageOptions, choice
 from .problem import ConvLayer, Problem
@@ -97,7 +98,7 @@ def conv_stage(
         [tuple(None if t is None else t[n] for t in layer) for layer in layers]
         for n in range(count)
     ]
-    return run_conv(x, blocks, activation, eps, depth, Options.of(options))[0]
+    return run_conv(x, blocks, activation, eps, depth, BatchNormOptions.of(options))[0]
 
 
 def residual_stage(

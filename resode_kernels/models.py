@@ -142,13 +142,34 @@ class Layer(nn.Module):
         return result
 
 
+def resnet34(**options: Any) -> ResNet:
+    """ResNet-34: 3, 4, 6 and 3 basic blocks; see ``resnet101``. It has 4,224 parameters more than
+    torchvision's 21,797,672, because the first layer has a projection as well."""
+    return ResNet((3, 4, 6, 3), **{"block": "basic", **options})
+
+
+def resnet50(**options: Any) -> ResNet:
+    """ResNet-50: 3, 4, 6 and 3 bottlenecks; see ``resnet101``."""
+    return ResNet((3, 4, 6, 3), **options)
+
+
 def resnet101(**options: Any) -> ResNet:
     """ResNet-101: 3, 4, 23 and 3 bottlenecks; options as for ``ResNet``.
 
     It has as many parameters as torchvision's, 44,549,160: pre-activation only moves a relu from
     behind a batch norm to before the next convolution.
+
+    A stage has one step less than its layer has blocks. Stages of so few steps cannot be
+    reconstructed well: ``backward="checkpoint"`` is exact, and for ResNet-101 and ResNet-152
+    ``rk.tune`` may find a setting of the long stage ``layer3.stage`` that takes less memory.
+    (ResNet-18 is missing, because its stages would have a single step.)
     """
     return ResNet((3, 4, 23, 3), **options)
+
+
+def resnet152(**options: Any) -> ResNet:
+    """ResNet-152: 3, 8, 36 and 3 bottlenecks; see ``resnet101``."""
+    return ResNet((3, 8, 36, 3), **options)
 
 
 def _stem(inputs: int, channels: int, size: int, stride: int, padding: int) -> nn.Sequential:

@@ -10,7 +10,8 @@ constants.py   the paper's constants and bounds
 settings.py    the settings that are compared: their errors, memory and times; the choice of one
 """
 
-from .monitoring import GradientErrorWarning, Monitor, Observation, monitor
+from ..defaults import GradientErrorWarning
+from .monitoring import Monitor, Observation, monitor
 from .probe import StageInput, input_of
 from .report import Report
 from .settings import Setting

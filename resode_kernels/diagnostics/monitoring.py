@@ -8,16 +8,13 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ..defaults import GradientErrorWarning
 from ..options import positive_int
 from ..stages import Stage
 from ..states import parts, state_like
 from ..uncompiled import uncompiled
 from .probe import Probe
 from .settings import CHECKPOINT
-
-
-class GradientErrorWarning(UserWarning):
-    """The error of a stage's gradients exceeds its bound."""
 
 
 class Observation(NamedTuple):

@@ -67,10 +67,23 @@ class PlainBlock(reference.Block):
     def __str__(self) -> str:
         return f"block {self.index} ({type(self.module).__name__})"
 
+    def evaluate(self, given: Any) -> Any:
+        """The module's output. Its errors name the block."""
+        try:
+            return self.call(self.module, given)
+        except Exception as error:
+            shapes = ", ".join(str(list(t.shape)) for t in parts(given))
+            note = f"raised by {self} of a stage, for a state of the shape {shapes}"
+            if hasattr(error, "add_note"):
+                error.add_note(note)
+            elif error.args and isinstance(error.args[0], str):  # Python 3.10
+                error.args = (f"{error.args[0]} ({note})", *error.args[1:])
+            raise
+
     def f(self, x: State, k: int) -> Any:
         given = self.call.given(x)
         versions = [t._version for t in parts(given)]
-        y = self.call(self.module, given)
+        y = self.evaluate(given)
         if versions != [t._version for t in parts(given)]:
             raise RuntimeError(
                 f"{self} works in place on its input, which the stage still needs: use an "
@@ -140,7 +153,7 @@ class ReplayedBlock(PlainBlock):
         if k not in self.evaluations:
             return self.record(x, k)
         with torch.no_grad(), self.as_at(k):
-            return as_states(x, parts(self.call(self.module, self.call.given(x))))
+            return as_states(x, parts(self.evaluate(self.call.given(x))))
 
     def record(self, x: State, k: int) -> Any:
         generators = self.around.generators()
@@ -172,7 +185,7 @@ class ReplayedBlock(PlainBlock):
         if not inputs:
             return self.f(x, k), lambda g: (None, ())
         with torch.enable_grad(), self.as_at(k):
-            y = parts(self.call(self.module, given))
+            y = parts(self.evaluate(given))
         self.refuse_foreign_leaves(y, inputs)
 
         def pullback(g: State) -> tuple[Any, tuple[Tensor | None, ...]]:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import Unpack
 
+from .. import defaults
 from ..interpolation import tensor_at
 from ..options import Options, StageOptions, positive_int
 
@@ -18,11 +19,16 @@ from ..options import Options, StageOptions, positive_int
 class Stage(nn.Module):
     """A stack of residual blocks: a depth, tied or untied blocks, and options."""
 
-    def __init__(self, depth: int, tied: bool, options: StageOptions) -> None:
+    def __init__(
+        self, depth: int, tied: bool, options: StageOptions, kind: type[Options] = Options
+    ) -> None:
+        """``kind``: ``Options`` with the defaults of this kind of stage."""
         super().__init__()
         positive_int("depth", depth)
         self.depth, self.tied = depth, tied
-        self.options = Options.of(options)
+        self.options = kind.of(options)
+        self.reverse_is_chosen = defaults.chooses_reverse(options)
+        self._checked: Options | None = None  # the options of the last training call
 
     @property
     def num_blocks(self) -> int:
@@ -44,14 +50,29 @@ class Stage(nn.Module):
 
     def configure(self, **options: Unpack[StageOptions]) -> Stage:
         """Changes options, as in ``stage.configure(backward="stored")``. Returns the stage."""
-        new = Options.of({**vars(self.options), **options})
+        new = type(self.options).of({**vars(self.options), **options})
         if not self.tied and new.blocks(self.depth) != self.num_blocks:
             raise ValueError(
                 f"scheme={new.scheme!r} takes {new.blocks(self.depth)} blocks at depth "
                 f"{self.depth}, but this stage has {self.num_blocks}; make a new stage"
             )
         self.options = new
+        self.reverse_is_chosen |= defaults.chooses_reverse(options)
         return self
+
+    def warn_of_defaults(self) -> None:
+        """Every ``forward`` begins with this: at the first training call with certain options, see
+        ``defaults.warn_once``. Not under ``torch.compile``, where a warning would split the graph.
+        """
+        if (
+            self._checked is self.options
+            or torch.compiler.is_compiling()
+            or not torch.is_grad_enabled()
+        ):
+            return
+        self._checked = self.options
+        if not self.reverse_is_chosen:
+            defaults.warn_once(type(self).__name__, self.options, self.depth)
 
     def place_blocks(self, places: Sequence[Fraction]) -> None:
         """Replaces the blocks by copies interpolated at these positions (``interpolation.py``)."""

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from typing_extensions import Unpack
 
 from .. import backends, functional
+from ..defaults import KINKED, SmoothBatchNormOptions
 from ..options import Options, StageOptions, choice, documents_options, positive_int
 from ..reference import ACTIVATIONS
 from .residual import ResidualStage
@@ -109,7 +110,12 @@ class ConvStage(ResidualStage):
         choice("block", block, tuple(WINDOWS))
         choice("activation", activation, functional.ACTIVATIONS)
         if hidden is None:
-            hidden = channels if block == "basic" else max(1, channels // 4)
+            if block == "bottleneck" and channels % 4:
+                raise ValueError(
+                    "channels of a bottleneck must be a multiple of 4, of which it has a quarter "
+                    f"inside, not {channels}; or give the number of channels inside, hidden="
+                )
+            hidden = channels if block == "basic" else channels // 4
         positive_int("hidden", hidden)
         count = 1 if tied else Options.of(options).blocks(depth)
         blocks = [
@@ -125,10 +131,13 @@ class ConvStage(ResidualStage):
             for _ in range(count)
         ]
         super().__init__(blocks, depth=depth if tied else None, **options)
+        if activation not in KINKED:
+            self.options = SmoothBatchNormOptions.of(options)
         self.channels, self.block = channels, block
         self.hidden, self.activation = hidden, activation
 
     def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+        self.warn_of_defaults()
         reason = self._unsupported_by_kernels()
         if reason is not None:
             if self.options.backend not in ("auto", "reference"):

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from typing_extensions import Unpack
 
 from .. import functional, reference
+from ..defaults import LinearOptions
 from ..options import StageOptions, documents_options, positive_int
 from .base import StackedStage, init_linear
 
@@ -33,7 +34,7 @@ class LinearStage(StackedStage):
         dtype: torch.dtype | None = None,
         **options: Unpack[StageOptions],
     ) -> None:
-        super().__init__(depth, tied, options)
+        super().__init__(depth, tied, options, LinearOptions)
         positive_int("dim", dim)
         self.dim = dim
         self.weight = nn.Parameter(
@@ -45,6 +46,7 @@ class LinearStage(StackedStage):
         init_linear(self.weight)
 
     def forward(self, x: Tensor) -> Tensor:
+        self.warn_of_defaults()
         return functional.run_linear(x, self.weight, self.depth, self.options)
 
     def residual(self, n: int, x: Any, *args: Any, **kwargs: Any) -> Any:

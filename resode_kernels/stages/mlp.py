@@ -9,7 +9,8 @@ from torch import Tensor, nn
 from typing_extensions import Unpack
 
 from .. import functional, reference
-from ..options import StageOptions, choice, documents_options, positive_int
+from ..defaults import KINKED, SmoothOptions
+from ..options import Options, StageOptions, choice, documents_options, positive_int
 from .base import StackedStage, init_linear
 
 
@@ -38,7 +39,8 @@ class MLPStage(StackedStage):
         dtype: torch.dtype | None = None,
         **options: Unpack[StageOptions],
     ) -> None:
-        super().__init__(depth, tied, options)
+        kind = Options if activation in KINKED else SmoothOptions
+        super().__init__(depth, tied, options, kind)
         positive_int("dim", dim)
         positive_int("hidden", hidden)
         choice("activation", activation, functional.ACTIVATIONS)
@@ -58,6 +60,7 @@ class MLPStage(StackedStage):
             init_linear(weight, bias)
 
     def forward(self, x: Tensor) -> Tensor:
+        self.warn_of_defaults()
         return functional.run_mlp(
             x, self.w1, self.b1, self.w2, self.b2, self.activation, self.depth, self.options
         )

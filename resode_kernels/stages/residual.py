@@ -7,9 +7,11 @@ from fractions import Fraction
 from typing import Any
 
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from typing_extensions import Unpack
 
 from .. import checks, functional
+from ..defaults import BatchNormOptions
 from ..interpolation import module_at
 from ..options import Options, StageOptions, documents_options
 from ..states import State
@@ -44,10 +46,12 @@ class ResidualStage(Stage):
         tied = all(module is modules[0] for module in modules) and (
             len(modules) > 1 or depth is not None
         )
-        super().__init__(steps, tied, options)
+        normalized = any(isinstance(m, _BatchNorm) for block in modules for m in block.modules())
+        super().__init__(steps, tied, options, BatchNormOptions if normalized else Options)
         self.blocks = nn.ModuleList(modules[:1] if tied else modules)
 
     def forward(self, x: State, *args: Any, **kwargs: Any) -> State:
+        self.warn_of_defaults()
         return functional.run_residual(list(self.blocks), x, args, kwargs, self.depth, self.options)
 
     @property

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -14,7 +15,6 @@ from torch import Tensor, nn
 
 import resode_kernels as rk
 from resode_kernels.functional import linear_stage, mlp_stage, residual_stage
-from resode_kernels.options import Options
 
 
 def mlp_arguments(**changes: Any) -> dict[str, Any]:
@@ -122,6 +122,16 @@ def test_modules(arguments: tuple[Any, ...], error: type[Exception], message: st
         ({"depth": 0}, ValueError, "depth must be at least 1, not 0"),
         ({"hidden": -3}, ValueError, "hidden must be at least 1, not -3"),
         ({"block": "wide"}, ValueError, "block must be one of 'basic', 'bottleneck', not 'wide'"),
+        (
+            {"block": "bottleneck"},
+            ValueError,
+            "channels of a bottleneck must be a multiple of 4.* not 6; or give .*hidden=",
+        ),
+        (
+            {"block": "bottleneck", "channels": 2},
+            ValueError,
+            "channels of a bottleneck must be a multiple of 4.* not 2; or give .*hidden=",
+        ),
         ({"activation": "sin"}, ValueError, "activation must be one of"),
         ({"schema": "heun"}, TypeError, "unknown option 'schema'"),
     ],
@@ -254,6 +264,62 @@ def test_what_blocks_return(
         stage(torch.randn(4, 6))
 
 
+class Refused(Exception):
+    """An exception with arguments of its own."""
+
+    def __init__(self, code: int) -> None:
+        super().__init__(code)
+
+
+def refuse(x: Tensor) -> Tensor:
+    raise Refused(7)
+
+
+def told(error: BaseException) -> str:
+    return "\n".join([str(error), *getattr(error, "__notes__", [])])
+
+
+@pytest.mark.parametrize("backward", ["adjoint", "stored", "checkpoint"])
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad])
+def test_a_block_that_fails_is_named(mode: Any, backward: str) -> None:
+    """Unlike blocks: the second takes another width, or raises."""
+    x = torch.randn(4, 6)
+    stage = rk.ResidualStage([nn.Linear(6, 6), nn.Linear(5, 5), nn.Tanh()], backward=backward)
+    with mode(), pytest.raises(RuntimeError, match="mat1 and mat2 shapes") as failed:
+        stage(x)
+    assert "block 1 (Linear) of a stage, for a state of the shape [4, 6]" in told(failed.value)
+    with mode(), pytest.raises(Refused) as refused:
+        rk.ResidualStage([nn.Linear(6, 6), Returns(refuse)], backward=backward)(x)
+    assert refused.value.args == (7,)
+
+
+def test_a_block_that_fails_in_the_backward_pass_is_named() -> None:
+    block = Returns(lambda x: x.sin())
+    y = rk.ResidualStage([nn.Linear(6, 6), block])(torch.randn(4, 6))
+    block.value = refuse
+    with pytest.raises(Refused) as refused:
+        y.sum().backward()
+    if sys.version_info >= (3, 11):
+        assert "block 1 (Returns)" in told(refused.value)
+
+
+def test_a_block_that_fails_is_named_without_notes() -> None:
+    """Exceptions of Python 3.10 have no ``add_note``: the message names the block."""
+
+    class Old(RuntimeError):
+        @property
+        def add_note(self) -> None:
+            raise AttributeError
+
+    def fail(x: Tensor) -> Tensor:
+        raise Old("no luck", 3)
+
+    with pytest.raises(Old) as failed:
+        rk.ResidualStage([nn.Linear(6, 6), Returns(fail)])(torch.randn(4, 6))
+    assert re.fullmatch(r"no luck \(raised by block 1 \(Returns\) .*\)", failed.value.args[0])
+    assert failed.value.args[1] == 3
+
+
 def test_what_blocks_return_for_a_tuple() -> None:
     x = torch.randn(4, 6), torch.randn(2)
     for value, error, message in [
@@ -310,6 +376,7 @@ def test_an_option_that_is_also_a_blocks_argument_is_ambiguous() -> None:
 
 def test_a_refused_call_leaves_nothing_behind() -> None:
     stage = rk.MLPStage(6, 8, 5)
+    options = stage.options
     before = [p.clone() for p in stage.parameters()]
     with pytest.raises(ValueError, match="last dimension"):
         stage(torch.randn(4, 5))
@@ -317,7 +384,7 @@ def test_a_refused_call_leaves_nothing_behind() -> None:
         stage.configure(order=-1)
     assert all(torch.equal(a, b) for a, b in zip(before, stage.parameters(), strict=True))
     assert all(p.grad is None for p in stage.parameters())
-    assert stage.options == Options()
+    assert stage.options == options
 
 
 @pytest.mark.needs_cpp

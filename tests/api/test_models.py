@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from helpers import name, steps
 from torch import Tensor, nn
 
 import resode_kernels as rk
-from resode_kernels.models import ResNet, SimpleResNet, resnet101
+from resode_kernels.models import ResNet, SimpleResNet
 
 SMALL: dict[str, Any] = {"classes": 7, "width": 8, "small_images": True}
 EXACT: dict[str, Any] = {"backward": "stored"}
@@ -59,12 +60,28 @@ def test_residuals_of_the_simple_network_start_at_zero() -> None:
     assert not torch.equal(SimpleResNet(3, zero_init=False).stage(x), x)
 
 
-def test_resnet101_has_as_many_parameters_as_torchvisions() -> None:
+PROJECTION = 64 * 64 + 2 * 64  # of the first layer; torchvision's has none with basic blocks
+
+
+@pytest.mark.parametrize(
+    ("make", "parameters", "depths", "channels"),
+    [
+        (rk.models.resnet34, 21_797_672 + PROJECTION, [2, 3, 5, 2], [64, 128, 256, 512]),
+        (rk.models.resnet50, 25_557_032, [2, 3, 5, 2], [256, 512, 1024, 2048]),
+        (rk.models.resnet101, 44_549_160, [2, 3, 22, 2], [256, 512, 1024, 2048]),
+        (rk.models.resnet152, 60_192_808, [2, 7, 35, 2], [256, 512, 1024, 2048]),
+    ],
+    ids=["resnet34", "resnet50", "resnet101", "resnet152"],
+)
+def test_resnets_have_as_many_parameters_as_torchvisions(
+    make: Callable[..., ResNet], parameters: int, depths: list[int], channels: list[int]
+) -> None:
     with torch.device("meta"):
-        model = resnet101()
-    assert count(model) == 44_549_160
-    assert [layer.stage.depth for layer in model.layers] == [2, 3, 22, 2]
-    assert [layer.stage.channels for layer in model.layers] == [256, 512, 1024, 2048]
+        model = make(backward="checkpoint")
+    assert count(model) == parameters
+    assert [layer.stage.depth for layer in model.layers] == depths
+    assert [layer.stage.channels for layer in model.layers] == channels
+    assert {layer.stage.options.backward for layer in model.layers} == {"checkpoint"}
 
 
 @pytest.mark.parametrize(
