@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from progress import leave_interrupts_to_the_parent
 
 from resode_kernels.backends import cpp
 
@@ -88,6 +89,7 @@ def in_fresh_process(function: Callable[..., Any], *args: Any) -> Any:
 
 
 def _send(sender: Any, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    leave_interrupts_to_the_parent()
     try:
         sender.send(function(*args))
     except (MemoryError, torch.OutOfMemoryError):
