@@ -361,9 +361,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             print(table(measured, config), flush=True)
     if points:
         published = args.stage in PUBLISHED and not run.stopped
-        write(
-            results_folder(parser, args, besides=["stage"], published=published), config, points
-        )
+        write(results_folder(parser, args, besides=["stage"], published=published), config, points)
     run.end()
 
 

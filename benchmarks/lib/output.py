@@ -22,8 +22,8 @@ def add_out(parser: argparse.ArgumentParser) -> None:
         "--out",
         type=Path,
         metavar="FOLDER",
-        help="default: benchmarks/results, where the published results are, for a complete run with "
-        "the published settings; otherwise benchmarks/results/quick",
+        help="default: for a complete run with the published settings benchmarks/results, where "
+        "the published results are; otherwise benchmarks/results/quick",
     )
 
 

@@ -59,9 +59,9 @@ class Progress:
         line = f"{self.done} of {self._count(len(self.expected))} after {duration(elapsed)}"
         if text:
             line += f"; now {text}"
-        elif before := sum(self.expected[: self.done]):
-            left = elapsed * sum(self.expected[self.done :]) / before
-            line += f", about {duration(left)} left"
+        elif 0 < self.done < len(self.expected):
+            left = sum(self.expected[self.done :]) / sum(self.expected[: self.done])
+            line += f", about {duration(elapsed * left)} left"
         _print(line)
 
     def _count(self, count: int) -> str:
@@ -86,10 +86,8 @@ class Stoppable:
     ) -> bool:
         for number, handler in self._before.items():
             signal.signal(number, handler)
-        # A pool whose processes were ended may raise an error of its own on the way.
-        self.stopped = isinstance(error, KeyboardInterrupt) or (
-            error is not None and self.stopped
-        )
+        # Not always KeyboardInterrupt: a pool whose processes were ended raises its own error.
+        self.stopped = self.stopped and error is not None
         return self.stopped
 
     def _stop(self, number: int, frame: FrameType | None) -> None:
@@ -106,7 +104,7 @@ class Stoppable:
 
 
 def leave_interrupts_to_the_parent() -> None:
-    """In a child process: Ctrl-C reaches all processes of a terminal, and the parent ends this one."""
+    """For child processes: Ctrl-C reaches all processes of a terminal, and the parent ends them."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 

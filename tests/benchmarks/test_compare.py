@@ -396,9 +396,9 @@ def test_scaling_reports_every_rule(monkeypatch: pytest.MonkeyPatch, tmp_path: P
 def test_scaling_reports_growth_with_memory_kept(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    def in_process(f: Any, experiment: Any, seconds: float) -> Any:
+    def in_process(f: Any, experiment: Any, seconds: float, rule: str) -> Any:
         asked.append(f)
-        return list(experiment(seconds))
+        return list(experiment(seconds, [rule]))
 
     asked: list[Any] = []
     monkeypatch.setattr(scaling, "in_fresh_process", in_process)
@@ -406,7 +406,7 @@ def test_scaling_reports_growth_with_memory_kept(
     scaling.main(["--only", "depth-kept", "--seconds", "0", "--out", str(tmp_path)])
     with (tmp_path / "scaling.csv").open() as file:
         lines = list(csv.DictReader(file))
-    assert asked == [scaling._kept]
+    assert asked == [scaling._kept] * len(RULES)
     assert {line["experiment"] for line in lines} == {"depth, memory kept"}
     assert {line["rule"] for line in lines} == set(RULES)
 

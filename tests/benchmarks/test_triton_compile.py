@@ -46,7 +46,7 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> list[Row]:
     paths = [str(BENCHMARKS.parent), os.environ.get("PYTHONPATH", "")]
     environment["PYTHONPATH"] = os.pathsep.join(paths)
     script = BENCHMARKS / "gpu" / "triton_resources.py"
-    command = [sys.executable, script, "--quick", "--output", path]
+    command = [sys.executable, script, "--quick", "--out", path.parent]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr  # does not compile, spills, or too much shared memory
     with path.open(newline="") as file:
