@@ -64,7 +64,7 @@ SHOWN = {
 """The contestants in the picture, and their labels."""
 SECONDS = 4.0
 """For the times of a depth."""
-PROCESS = 1.5
+PROCESS = 0.7
 """Seconds that a process of its own takes to start."""
 WIDTH = max(map(len, (CHECKPOINT, PER_BLOCK, CHANNELS_LAST)))
 """Of the names in the table."""

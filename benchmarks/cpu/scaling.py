@@ -277,7 +277,7 @@ EXPERIMENTS = {
     "products": Experiment(products, 3),
     "builds": Experiment(builds, 2),
 }
-PROCESS = 2.0
+PROCESS = 1.0
 """Seconds."""
 
 

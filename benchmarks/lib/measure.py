@@ -73,7 +73,7 @@ def peak_memory(step: Callable[[], Any], device: str) -> int:
 def in_fresh_process(function: Callable[..., Any], *args: Any) -> Any:
     """function(*args) in a process of its own, or None if it ran out of memory."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "__main__"])
+    context.set_forkserver_preload(["torch", "resode_kernels", "__main__"])
     receiver, sender = context.Pipe(duplex=False)
     process = context.Process(target=_send, args=(sender, function, args))
     process.start()

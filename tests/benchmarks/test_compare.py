@@ -188,6 +188,7 @@ def test_one_who_fails_or_takes_too_long_says_so_and_the_others_go_on(
 # -------------------------------------------------------------------------------------- contestants
 
 
+@pytest.mark.slow
 def test_the_compiled_loop_is_the_same_network(monkeypatch: pytest.MonkeyPatch) -> None:
     """Traced, and not made into machine code, which takes long."""
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
@@ -351,6 +352,7 @@ def test_a_whole_run_writes_csv_and_pictures(
     assert "resode_kernels, predicted" in markdown
 
 
+@pytest.mark.slow
 def test_memory_of_a_step_is_measured_in_a_fresh_process() -> None:
     config = config_of_shape("64,4096,16")
     standard, ours = (
@@ -462,6 +464,7 @@ def test_a_step_can_be_profiled(
     assert "3 steps" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_steps_can_be_timed_by_pytest_benchmark() -> None:
     """With the project's own options; those of parallel runs would disable it."""
     root = Path(compare.__file__).parents[2]

@@ -35,7 +35,10 @@ KERNELS = FUSED | {
 }
 CASES = {(case.name, case.dtype) for case in cases(quick=True)}
 
-pytestmark = pytest.mark.xdist_group(__name__)  # one process makes what all share
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.xdist_group(__name__),  # one process makes what all share
+]
 
 
 @pytest.fixture(scope="module")
