@@ -114,12 +114,11 @@ def measure_all(
     chosen: Sequence[Case], targets: Sequence[str], workers: int, results: list[Result]
 ) -> None:
     """Appends the results of all cases on all targets, in the order given."""
-    todo = [(case, target) for case in chosen for target in targets]
-    progress = Progress("case", [COMPILING / workers] * len(todo))
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(workers, context, leave_interrupts_to_the_parent) as pool:
-        for result in progress.over(pool.map(measure, *zip(*todo, strict=True))):
-            results.append(result)
+        tasks = [pool.submit(measure, case, target) for case in chosen for target in targets]
+        for task in Progress("case", [COMPILING / workers] * len(tasks)).over(tasks):
+            results.append(task.result())
 
 
 def main() -> None:

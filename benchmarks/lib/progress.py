@@ -84,14 +84,16 @@ class Stoppable:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
     ) -> bool:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
         # Not always KeyboardInterrupt: a pool whose processes were ended raises its own error.
         self.stopped = self.stopped and error is not None
+        signal.signal(signal.SIGINT, self._before[signal.SIGINT])
+        if not self.stopped:
+            signal.signal(signal.SIGTERM, self._before[signal.SIGTERM])
         return self.stopped
 
     def _stop(self, number: int, frame: FrameType | None) -> None:
         self.stopped = True
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # timeout(1) sends two
         for child in multiprocessing.active_children():
             child.terminate()
         raise KeyboardInterrupt
@@ -99,7 +101,8 @@ class Stoppable:
     def end(self) -> None:
         """Exits as a stopped process does, if it was stopped."""
         if self.stopped:
-            _print("Stopped: what was written is only what was complete by then.")
+            _print("Stopped: only results that were complete by then are kept.")
+            signal.signal(signal.SIGTERM, self._before[signal.SIGTERM])
             raise SystemExit(130)
 
 

@@ -30,8 +30,9 @@ def side_by_side(
         return
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(WORKERS, context, _begin) as pool:
-        outcomes = zip(jobs, pool.map(function, jobs), strict=True)
-        yield from progress(outcomes, "training", len(jobs))
+        tasks = [pool.submit(function, job) for job in jobs]
+        for job, task in progress(zip(jobs, tasks, strict=True), "training", len(jobs)):
+            yield job, task.result()
 
 
 def _begin() -> None:

@@ -271,6 +271,16 @@ def test_processes_end_with_the_script(
     assert time.monotonic() - begin < 300  # not the ten minutes that they sleep
 
 
+def test_what_is_complete_is_written_after_a_second_signal() -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    with Stoppable() as run:
+        stop()
+    stop()  # as timeout(1) does, to the process and to its group
+    with pytest.raises(SystemExit):
+        run.end()
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
 def test_errors_are_no_stops_and_handlers_are_put_back() -> None:
     before = signal.getsignal(signal.SIGTERM)
     with pytest.raises(ValueError, match="mine"), Stoppable():
