@@ -165,7 +165,7 @@ def costs(case: Case, gpu: GPU, *, reverse: bool) -> Costs | None:
         dtype=str(case.dtype).removeprefix("torch."),
         rule=case.rule,
         direction="reverse" if reverse else "forward",
-        tile_rows=layout.form.rows if layout else None,
+        tile_rows=layout.spec.rows if layout else None,
         tiles=scale.tiles if scale else None,
         programs=scale.programs if scale else None,
         launches=sum(one.count for one in ours),
