@@ -1,20 +1,29 @@
-"""Peak memory and time of a training step against depth, for standard backprop, checkpointing and
-the reverse rules of resode_kernels.
+"""Memory and time of a training step against depth, for standard backprop, checkpointing and the
+reverse rules of resode_kernels.
 
-    python benchmarks/memory_vs_depth.py
+    python benchmarks/memory_vs_depth.py [--stage conv] [--redraw]
 
-Memory is the rise of the process's peak over the memory in use before the step, in a fresh process
-per point, with the gradients of the parameters. Times are medians of steps that take turns in one
-process. The relative error is that of all parameter gradients against those of standard backprop.
-Writes memory_vs_depth.csv and memory_vs_depth.png; the names of other stages end in the stage.
+Peak memory is the rise of the process's peak over the memory in use before the step, in a fresh
+process per point. It contains the gradients of the parameters, which every method needs and which
+grow with depth. The activations' share is the peak less these gradients: the picture shows that.
+Times are medians of steps that take turns in one process. The relative error is that of all
+parameter gradients against those of standard backprop.
+
+Prints the results of each depth as soon as it is measured, and writes memory_vs_depth.csv and
+memory_vs_depth.png; the names of other stages end in the stage. The picture shows the default rule,
+the table and the CSV show all. If the script is stopped, it writes the depths that are complete.
 """
 
 from __future__ import annotations
 
 import argparse
+import csv
 import sys
-from dataclasses import asdict, dataclass, replace
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
+from typing import Any, get_type_hints
 
 sys.path.insert(0, str(Path(__file__).resolve().parent / "lib"))
 
@@ -25,20 +34,40 @@ import matplotlib.pyplot as plt
 import torch
 from colours import COLOURS
 from gate import relative_error, run_step
+from matplotlib.axes import Axes
 from matplotlib.ticker import FuncFormatter, NullFormatter
 from measure import in_fresh_process, interleaved, peak_memory
 from networks import (
+    CHANNELS_LAST,
+    CHECKPOINT,
     NETWORKS,
+    PER_BLOCK,
     RULES,
     STANDARD,
     WEIGHTS,
     Config,
     Network,
-    label,
     make_network,
 )
-from output import RESULTS, machine, megabytes, write_csv
-from tqdm import tqdm
+from output import RESULTS, add_out, machine, megabytes, results_folder, write_csv
+from progress import Progress, Stoppable
+
+from resode_kernels.options import Options
+
+PUBLISHED = ("mlp", "conv", "residual")
+"""The stages whose results are published."""
+SHOWN = {
+    STANDARD: "standard\nbackprop",
+    CHECKPOINT: "checkpointing",
+    Options().reverse: "resode_kernels",
+}
+"""The contestants in the picture, and their labels."""
+SECONDS = 4.0
+"""For the times of a depth."""
+PROCESS = 0.7
+"""Seconds that a process of its own takes to start."""
+WIDTH = max(map(len, (CHECKPOINT, PER_BLOCK, CHANNELS_LAST)))
+"""Of the names in the table."""
 
 
 @dataclass
@@ -80,113 +109,194 @@ def compare_gradients(network: Network) -> dict[str, float]:
     return errors
 
 
-def measure(config: Config, depths: list[int]) -> list[Point]:
-    points = []
-    names = NETWORKS[config.stage].contestant_names
-    with tqdm(total=2 * len(depths) * len(names), unit="point", leave=False) as bar:
-        for depth in depths:
-            config = replace(config, depth=depth)
-            peaks = {}
-            for name in names:
-                bar.set_description(f"memory, depth {depth}, {name}")
-                peaks[name] = in_fresh_process(step_memory, config, name)
-                bar.update()
-            bar.set_description(f"time, depth {depth}")
-            network = make_network(config)
-            errors = compare_gradients(network)
-            times = interleaved(
-                network.contestants(),
-                after=network.forget,
-                device=config.device,
-                seconds=4,
-                rounds=(3, 50),
-            )
-            bar.update(len(names))
-            points += [
-                Point(
-                    depth, name, peaks[name], t.median, t.low, t.high,
-                    t.median / times[STANDARD].median, errors[name],
-                )
-                for name, t in times.items()
-            ]  # fmt: skip
-    return points
+def measure(config: Config, say: Callable[[str], None]) -> list[Point]:
+    """All contestants at one depth."""
+    peaks = {}
+    for name in NETWORKS[config.stage].contestant_names:
+        say(f"depth {config.depth}, memory of {name}")
+        peaks[name] = in_fresh_process(step_memory, config, name)
+    say(f"depth {config.depth}, times")
+    network = make_network(config)
+    errors = compare_gradients(network)
+    times = interleaved(
+        network.contestants(),
+        after=network.forget,
+        device=config.device,
+        seconds=SECONDS,
+        rounds=(3, 50),
+    )
+    unit = times[STANDARD].median
+    return [
+        Point(
+            config.depth, name, peaks[name], t.median, t.low, t.high, t.median / unit, errors[name]
+        )
+        for name, t in times.items()
+    ]  # fmt: skip
+
+
+def expected_seconds(config: Config, depths: Sequence[int]) -> list[float]:
+    """How long each depth will take, from the time of a step at the smallest."""
+    network = make_network(replace(config, depth=depths[0]))
+    steps = network.contestants()
+    taken = []
+    for _ in range(3):
+        begin = time.perf_counter()
+        steps[STANDARD]()
+        taken.append(time.perf_counter() - begin)
+        network.forget()
+    expected = []
+    for depth in depths:
+        turn = len(steps) * min(taken) * depth / depths[0]
+        # A process takes PROCESS seconds. Memory and gradients take a turn and two, times at least
+        # four, and up to three times that if the steps are short and warm up.
+        expected.append(PROCESS * len(steps) + 3 * turn + max(SECONDS, 4 * turn))
+    return expected
+
+
+# ---------------------------------------------------------------------------------------- output
 
 
 def parameter_bytes(config: Config) -> int:
     return sum(p.nbytes for p in make_network(replace(config, batch=1)).stage.parameters())
 
 
-# ---------------------------------------------------------------------------------------- output
+def activation_bytes(points: Sequence[Point], config: Config) -> list[int | None]:
+    """Peaks less the gradients of the parameters."""
+    gradients = {
+        depth: parameter_bytes(replace(config, depth=depth)) for depth in {p.depth for p in points}
+    }
+    return [None if p.peak_bytes is None else p.peak_bytes - gradients[p.depth] for p in points]
 
 
 def describe(config: Config) -> str:
     hidden = "" if config.stage == "linear" else f", hidden {config.hidden}"
     images = f" images of {config.size} × {config.size}" if config.size > 1 else ""
-    return f"{config.scheme}, width {config.dim}{hidden}, batch {config.batch}{images}"
+    return f"width {config.dim}{hidden}, batch {config.batch}{images}"
 
 
-def table(points: list[Point]) -> str:
-    width = max(len(p.contestant) for p in points)
-    head = (
-        f"{'depth':>6}  {'':<{width}}  {'peak memory':>13}  {'time/step':>10}  {'vs standard':>11}"
-        f"  {'gradient error':>14}"
+def heading() -> str:
+    line = (
+        f"{'depth':>6}  {'':<{WIDTH}}  {'peak memory':>13}  {'activations':>13}  {'time/step':>10}"
+        f"  {'vs standard':>11}  {'gradient error':>14}"
     )
-    lines = [head, "-" * len(head)]
-    for p in points:
-        if p.contestant == STANDARD and p is not points[0]:
-            lines.append("")
+    return f"{line}\n{'-' * len(line)}"
+
+
+def table(points: Sequence[Point], config: Config) -> str:
+    lines = []
+    for p, activations in zip(points, activation_bytes(points, config), strict=True):
         error = f"{p.gradient_error:.1e}" if p.contestant in RULES else "exact"
         lines.append(
-            f"{p.depth:>6}  {p.contestant:<{width}}  {megabytes(p.peak_bytes):>13}  "
-            f"{1e3 * p.seconds:>7,.1f} ms  {p.time_ratio:>9.2f} x  {error:>14}"
+            f"{p.depth:>6}  {p.contestant:<{WIDTH}}  {megabytes(p.peak_bytes):>13}  "
+            f"{megabytes(activations):>13}  {1e3 * p.seconds:>7,.1f} ms  {p.time_ratio:>9.2f} x  "
+            f"{error:>14}"
         )
-    return "\n".join(lines)
+    return "\n".join(lines) + "\n"
 
 
-def plot(points: list[Point], config: Config, path: Path) -> None:
-    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.9), constrained_layout=True)
-    for name in NETWORKS[config.stage].contestant_names:
-        mine = [p for p in points if p.contestant == name]
-        style = {
-            "color": COLOURS[name],
-            "label": label(name),
-            "marker": "o" if name in RULES else "s",
-            "markersize": 5,
-            "linewidth": 2,
-            "linestyle": "-" if name in RULES else "--",
-        }
-        known = [p for p in mine if p.peak_bytes is not None]
-        left.plot([p.depth for p in known], [p.peak_bytes / 2**20 for p in known], **style)
-        right.plot([p.depth for p in mine], [p.time_ratio for p in mine], **style)
-    depths = sorted({p.depth for p in points})
-    floor = [parameter_bytes(replace(config, depth=depth)) / 2**20 for depth in depths]
-    left.plot(
-        depths, floor, color="#999999", linewidth=1.2, linestyle=":",
-        label="parameter gradients alone",
-    )  # fmt: skip
-    left.set(yscale="log", title="Peak memory of a training step", ylabel="MiB")
-    left.yaxis.set_major_formatter(FuncFormatter(lambda v, _: f"{v:g}"))
-    right.set(title="Time of a training step, relative to standard backprop", ylim=(0, None))
-    right.yaxis.set_major_formatter(FuncFormatter(lambda v, _: f"{v:g}×"))
-    right.text(
-        0.02, 0.03, "lower is faster", transform=right.transAxes, color="#666666", fontsize=9
+def plot(points: Sequence[Point], config: Config, path: Path) -> None:
+    memory = activation_bytes(points, config)
+    with plt.rc_context({"font.size": 12, "axes.titlesize": 14, "axes.titleweight": "bold"}):
+        figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4.6))
+        figure.subplots_adjust(left=0.09, right=0.85, bottom=0.26, top=0.92, wspace=0.7)
+        for name in SHOWN:
+            known = [
+                (p.depth, peak / 2**20)
+                for p, peak in zip(points, memory, strict=True)
+                if p.contestant == name and peak is not None and peak > 0
+            ]
+            times = [(p.depth, p.time_ratio) for p in points if p.contestant == name]
+            draw_line(left, name, known, mebibytes)
+            draw_line(right, name, times, lambda ratio: f"{ratio:.2g}×")
+        left.set(yscale="log", title="Activation memory", ylabel="MiB, without parameter gradients")
+        left.set_ylim(left.get_ylim()[0] / 2, left.get_ylim()[1] * 2)
+        left.yaxis.set_major_formatter(FuncFormatter(lambda v, _: f"{v:g}"))
+        right.set(title="Time, relative to standard backprop")
+        right.set_ylim(0, right.get_ylim()[1])
+        right.yaxis.set_major_formatter(FuncFormatter(lambda v, _: f"{v:g}×"))
+        for axes in (left, right):
+            axes.set_xscale("log", base=2)
+            axes.set_xlabel("depth (residual blocks)")
+            axes.set_xticks(sorted({p.depth for p in points}))
+            axes.xaxis.set_major_formatter(FuncFormatter(lambda v, _: f"{v:g}"))
+            axes.xaxis.set_minor_formatter(NullFormatter())
+            axes.grid(alpha=0.25)
+            axes.spines[["top", "right"]].set_visible(False)
+        figure.text(
+            0.5,
+            0.02,
+            f"{NETWORKS[config.stage].title}, {describe(config)}.\n"
+            "Activation memory: peak of a training step less the gradients of the parameters. "
+            "Checkpointing: √N segments.",
+            ha="center",
+            fontsize=11,
+            color="#444444",
+        )
+        figure.savefig(path, dpi=160)
+    plt.close(figure)
+
+
+def draw_line(
+    axes: Axes, name: str, line: list[tuple[int, float]], text: Callable[[float], str]
+) -> None:
+    """A line, with its name and its last value beside its end."""
+    if not line:
+        return
+    ours = name in RULES
+    axes.plot(
+        *zip(*line, strict=True),
+        color=COLOURS[name],
+        marker="o" if ours else "s",
+        markersize=7 if ours else 5,
+        linewidth=3.5 if ours else 2,
+        linestyle="-" if ours else "--",
     )
-    for axes in (left, right):
-        axes.set_xscale("log", base=2)
-        axes.set_xlabel("depth (number of residual blocks)")
-        axes.set_xticks(depths)
-        axes.xaxis.set_major_formatter(FuncFormatter(lambda v, _: f"{v:g}"))
-        axes.xaxis.set_minor_formatter(NullFormatter())
-        axes.grid(alpha=0.25)
-        axes.spines[["top", "right"]].set_visible(False)
-    figure.legend(
-        *left.get_legend_handles_labels(), loc="outside lower center", ncols=4, frameon=False
+    axes.annotate(
+        f"{SHOWN[name]}\n{text(line[-1][1])}",
+        line[-1],
+        (10, 0),
+        textcoords="offset points",
+        va="center",
+        color=COLOURS[name],
+        weight="bold" if ours else "normal",
+        annotation_clip=False,
     )
-    figure.suptitle(f"{NETWORKS[config.stage].title}, {describe(config)}")
-    figure.savefig(path, dpi=150)
 
 
-def main() -> None:
+def mebibytes(value: float) -> str:
+    return f"{value:,.0f} MiB" if value >= 10 else f"{value:.1f} MiB"
+
+
+# -------------------------------------------------------------------------------------- the script
+
+
+def write(folder: Path, config: Config, points: Sequence[Point]) -> None:
+    name = file_name(config.stage)
+    about = {"machine": machine(config.device)}
+    rows = [{**asdict(replace(config, depth=p.depth)), **asdict(p), **about} for p in points]
+    write_csv(folder / f"{name}.csv", rows)
+    plot(points, config, folder / f"{name}.png")
+    print(f"Wrote {folder / name}.csv and .png")
+
+
+def read(path: Path) -> tuple[Config, list[Point]]:
+    """What ``write`` wrote."""
+    with path.open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    return _parse(Config, rows[0]), [_parse(Point, row) for row in rows]
+
+
+def _parse(kind: Any, row: dict[str, str]) -> Any:
+    kinds = {**get_type_hints(kind), "peak_bytes": int}
+    values = {field.name: row[field.name] for field in fields(kind)}
+    return kind(**{n: kinds[n](value) if value else None for n, value in values.items()})
+
+
+def file_name(stage: str) -> str:
+    return "memory_vs_depth" + ("" if stage == "mlp" else f"_{stage}")
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -212,16 +322,20 @@ def main() -> None:
         nargs="+",
         help="default: 4 16 64 256 1024 (residual: 4 16 64; conv: 4 16 64 128)",
     )
-    parser.add_argument("--out", type=Path, default=RESULTS)
-    args = parser.parse_args()
+    add_out(parser)
+    parser.add_argument("--redraw", action="store_true", help="the picture, from the CSV")
+    args = parser.parse_args(arguments)
+    if args.redraw:
+        folder = args.out or RESULTS
+        config, points = read(folder / f"{file_name(args.stage)}.csv")
+        return plot(points, config, folder / f"{file_name(args.stage)}.png")
     if args.device != "cpu" and not torch.cuda.is_available():
         parser.error(f"--device {args.device}: torch finds no GPU here")
     kind = NETWORKS[args.stage]
     depths = sorted(args.depths or kind.depths)
-    if args.hidden is None:
-        args.hidden = int(kind.hidden_factor * args.dim)
+    hidden = int(kind.hidden_factor * args.dim) if args.hidden is None else args.hidden
     batch, size = args.batch or kind.batch, args.size or kind.size
-    if min(args.dim, args.hidden, batch, size, *depths) < 1:
+    if min(args.dim, hidden, batch, size, *depths) < 1:
         parser.error("--dim, --hidden, --batch, --size and --depths must be at least 1")
 
     config = Config(
@@ -229,23 +343,26 @@ def main() -> None:
         scheme=args.scheme,
         weights=args.weights,
         dim=args.dim,
-        hidden=args.hidden,
+        hidden=hidden,
         batch=batch,
         size=size,
         activation=kind.activation,
         device=args.device,
     )
-    print(f"{kind.title}, {describe(config)}, {config.weights} weights, float32")
-    print(f"{machine(config.device)}\n")
-    points = measure(config, depths)
-    print(table(points))
-
-    name = "memory_vs_depth" + ("" if args.stage == "mlp" else f"_{args.stage}")
-    csv_path, png_path = args.out / f"{name}.csv", args.out / f"{name}.png"
-    about = {"machine": machine(config.device)}
-    write_csv(csv_path, [{**asdict(config), **asdict(p), **about} for p in points])
-    plot(points, config, png_path)
-    print(f"\nWrote {csv_path} and {png_path}")
+    print(f"{kind.title}, {config.scheme}, {describe(config)}, {config.weights} weights, float32")
+    print(f"{machine(config.device)}\n", flush=True)
+    points: list[Point] = []
+    with Stoppable() as run:
+        progress = Progress("depth", expected_seconds(config, depths))
+        print(heading(), flush=True)
+        for depth in progress.over(depths):
+            measured = measure(replace(config, depth=depth), progress.say)
+            points += measured
+            print(table(measured, config), flush=True)
+    if points:
+        published = args.stage in PUBLISHED and not run.stopped
+        write(results_folder(parser, args, besides=["stage"], published=published), config, points)
+    run.end()
 
 
 if __name__ == "__main__":

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import zlib
+from collections import Counter
 from collections.abc import Iterator
 
 import pytest
@@ -28,15 +30,16 @@ if triton.unavailable() is not None:
         "kernels/test_triton.py",
     ]
 INSTRUCTION_SETS = cpp._C.supported() if cpp.unavailable() is None else []
+FEW, SAMPLE = 6, 12
+"""Of a test with more than ``FEW`` cases one case in ``SAMPLE`` is not marked as slow."""
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Slow tests go first, so that no worker is left with one of them when all others are done.
     Tests of the C++ kernels need them, unless they were not built; RESODE_CPP=1 insists."""
     items.sort(key=lambda item: "slow" not in item.keywords)
-    if triton.unavailable() is not None and any(
-        "triton" in parameters(item).values() for item in items
-    ):
+    mark_all_but_a_sample(items)
+    if triton.unavailable() is not None:
         leave_out_triton(config, items)
     if cpp.unavailable() is None or os.environ.get("RESODE_CPP") == "1":
         return
@@ -48,14 +51,34 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def leave_out_triton(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Skips one test of Triton's kernels with the reason, and deselects the others."""
-    first, *others = [item for item in items if "triton" in parameters(item).values()]
-    first.add_marker(pytest.mark.skip(reason=str(triton.unavailable())))
+    needing = [item for item in items if "triton" in parameters(item).values()]
+    for first in needing[:1]:
+        first.add_marker(pytest.mark.skip(reason=str(triton.unavailable())))
+    others = needing[1:]
     config.hook.pytest_deselected(items=others)
     items[:] = [item for item in items if item not in set(others)]
 
 
 def parameters(item: pytest.Item) -> dict[str, object]:
     return item.callspec.params if hasattr(item, "callspec") else {}
+
+
+def mark_all_but_a_sample(items: list[pytest.Item]) -> None:
+    """Marks as slow the cases that ``-m "not slow"`` leaves out of tests with many: all but the
+    first, and those that a hash of the name chooses, the same in every run and every process."""
+    total = Counter(function_of(item) for item in items)
+    seen: Counter[str] = Counter()
+    for item in items:
+        test = function_of(item)
+        seen[test] += 1
+        chosen = seen[test] == 1 or zlib.crc32(item.name.encode()) % SAMPLE == 0
+        if total[test] > FEW and not chosen:
+            item.add_marker("slow")
+
+
+def function_of(item: pytest.Item) -> str:
+    """The name of a test without that of the case."""
+    return item.nodeid.partition("[")[0]
 
 
 @pytest.fixture(autouse=True)

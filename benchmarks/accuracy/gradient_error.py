@@ -5,7 +5,7 @@ seen.
     python benchmarks/accuracy/gradient_error.py
     python benchmarks/accuracy/gradient_error.py --bound 1e-3 --depths 64 --batches 10
 
-Prints a table and writes a CSV and a PNG.
+Prints a table and writes a CSV and a PNG. If it is stopped, they show the stages that are complete.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "lib"))
 import matplotlib as mpl
 import torch
 from networks import TransformerBlock
-from output import RESULTS, machine, write_csv
+from output import add_out, machine, results_folder, write_csv
+from progress import Progress, Stoppable
 from torch import Tensor
-from tqdm import tqdm
 
 import resode_kernels as rk
 
@@ -107,6 +107,10 @@ def measure(name: str, stage: rk.Stage, shape: tuple[int, ...], bound: float, ba
     )
 
 
+def expected_seconds(stage: rk.Stage) -> float:
+    return 5 + 0.1 * stage.depth
+
+
 def table(rows: Sequence[Row]) -> str:
     width = max(len(row.stage) for row in rows)
     choice = max(len(row.setting) for row in rows)
@@ -153,22 +157,26 @@ def main() -> None:
     parser.add_argument("--bound", type=float, default=1e-2)
     parser.add_argument("--depths", type=int, nargs="+", default=[8, 16, 32, 64, 128, 256])
     parser.add_argument("--batches", type=int, default=5, help="that were not tuned on")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="folder for CSV and PNG")
+    add_out(parser)
     options = parser.parse_args()
 
     torch.manual_seed(0)
     cases = [(name, *make(depth)) for name, make in STAGES.items() for depth in options.depths]
     for name, step in (("ResNet-101's third, x + f/N", None), ("the same, x + f", 1.0)):
         cases.append((name, *resnet101(RESNET101_BLOCKS, step=step)))
-    rows = []
-    with tqdm(cases, leave=False) as bar:
-        for name, stage, shape in bar:
-            bar.set_description(f"{name}, depth {stage.depth}")
+    rows: list[Row] = []
+    with Stoppable() as run:
+        progress = Progress("stage", [expected_seconds(stage) for _, stage, _ in cases])
+        for name, stage, shape in progress.over(cases):
             rows.append(measure(name, stage, shape, options.bound, options.batches))
-    print(f"{machine()}, bound {options.bound:.0e}\n\n{table(rows)}")
-    write_csv(options.out / "gradient_error.csv", [asdict(row) for row in rows])
-    plot(rows, options.bound, options.out / "gradient_error.png")
-    print(f"\nwrote {options.out / 'gradient_error'}.csv and .png")
+            print(table(rows[-1:]), flush=True)
+    if rows:
+        folder = results_folder(parser, options, published=not run.stopped)
+        print(f"\n{machine()}, bound {options.bound:.0e}\n\n{table(rows)}")
+        write_csv(folder / "gradient_error.csv", [asdict(row) for row in rows])
+        plot(rows, options.bound, folder / "gradient_error.png")
+        print(f"\nWrote {folder / 'gradient_error'}.csv and .png")
+    run.end()
     if not all(row.keeps for row in rows):
         raise SystemExit("the bound was left")
 

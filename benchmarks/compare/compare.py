@@ -21,7 +21,8 @@ are counted by the plain formula.
 
 The name of a workload is stage-dim-batch-depth, and the side of its images; workloads.py lists
 them. The summary has a line for each workload, with speeds instead of times. Writes compare.csv,
-compare.md and the pictures compare_batch.png, compare_peers.png and compare_roofline.png.
+compare.md and the pictures compare_batch.png, compare_peers.png and compare_roofline.png. If it is
+stopped, it writes the workloads that are complete.
 """
 
 from __future__ import annotations
@@ -53,14 +54,16 @@ from measure import (
     time_limit,
 )
 from networks import COMPILED, RULES, Config, Network, make_network
-from output import RESULTS, machine
+from output import RESULTS, add_out, machine, results_folder
 from peers import PEERS
+from progress import Progress, Stoppable
 from report import Row, listing_order, read, summary, table, write
-from tqdm import tqdm
 from workloads import QUICK, WORKLOADS, Workload
 
 LIMIT = 300.0
 """Seconds that a contestant may take for the steps that are not timed, with compilation."""
+CONTESTANT, COMPILING = 4.0, 30.0
+"""Seconds that a contestant takes before it is timed, and compilation takes on top."""
 
 
 def step_memory(config: Config, name: str) -> int:
@@ -172,11 +175,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--seconds", type=float, default=6.0, help="for the times of a workload")
     parser.add_argument("--everyone", action="store_true", help="all, at all workloads: slow")
     parser.add_argument("--device", default="cpu", help="cpu or cuda (default: cpu)")
-    parser.add_argument("--out", type=Path, default=RESULTS)
+    add_out(parser)
     parser.add_argument("--redraw", action="store_true", help="tables and pictures of compare.csv")
     args = parser.parse_args(arguments)
     if args.redraw:
-        return show(*read(args.out / "compare.csv"), args.out)
+        folder = args.out or RESULTS
+        return show(*read(folder / "compare.csv"), folder)
     if args.device != "cpu" and not torch.cuda.is_available():
         parser.error(f"--device {args.device}: torch finds no GPU here")
     workloads = [
@@ -196,13 +200,26 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options: dict[str, Any] = {"seconds": args.seconds, "rounds": (4, 60)}
     if args.quick:
         options = {"seconds": 0.2, "rounds": (3, 10)}
-    with tqdm(workloads, unit="workload", file=sys.stderr) as bar:
-        for workload in bar:
-            measured = compare(workload, **options, say=bar.set_description)
+    partial = results_folder(parser, args, published=False)
+    with Stoppable() as run:
+        progress = Progress(
+            "workload", [expected_seconds(w, options["seconds"]) for w in workloads]
+        )
+        for workload in progress.over(workloads):
+            measured = compare(workload, **options, say=progress.say)
             rows += measured
-            bar.write(table(measured) + "\n")
-            write(args.out / "compare.csv", configs, rows)  # after each workload: nothing is lost
-    show(rows, configs, machine(args.device), args.out)
+            print(table(measured) + "\n", flush=True)
+            write(partial / "compare.csv", configs, rows)  # after each workload: nothing is lost
+    if rows:
+        folder = results_folder(parser, args, published=not run.stopped)
+        write(folder / "compare.csv", configs, rows)
+        show(rows, configs, machine(args.device), folder)
+    run.end()
+
+
+def expected_seconds(workload: Workload, seconds: float) -> float:
+    """How long a workload takes: the times, and for each contestant a process and two checks."""
+    return seconds + CONTESTANT * len(workload.names) + COMPILING * (COMPILED in workload.names)
 
 
 def show(rows: Sequence[Row], configs: dict[str, Config], about: str, out: Path) -> None:

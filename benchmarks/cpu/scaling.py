@@ -18,7 +18,7 @@ products       of convolutional stages: rates of the forward products, of the da
 builds         rate of the matrix products in a step over the peak of the same instruction set,
                relative to the best instruction set of this machine
 
-Prints tables and writes scaling.csv.
+Prints tables and writes scaling.csv. If the script is stopped, it writes what is complete.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
+from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "lib"))
 
@@ -43,9 +44,9 @@ from measure import (
     peak_rate,
 )
 from networks import RULES, Config, Network, config_of_shape, make_network
-from output import RESULTS, machine, table, write_csv
+from output import add_out, machine, results_folder, table, write_csv
+from progress import Progress, Stoppable
 from torch import Tensor
-from tqdm import tqdm
 
 from resode_kernels.backends import cpp
 
@@ -75,31 +76,39 @@ class Line:
     holds: bool
 
 
-def depth(seconds: float) -> Iterator[Line]:
+def depth(seconds: float, rules: Sequence[str] = RULES) -> Iterator[Line]:
     config = config_of_shape("64,1024,1")
     sizes = [replace(config, depth=64 * 4**i) for i in range(4)]
-    yield from slopes("depth", sizes, [c.depth for c in sizes], seconds)
+    yield from slopes("depth", sizes, [c.depth for c in sizes], seconds, rules)
 
 
-def batch(seconds: float) -> Iterator[Line]:
+def batch(seconds: float, rules: Sequence[str] = RULES) -> Iterator[Line]:
     config = config_of_shape("64,1,16")
     sizes = [replace(config, batch=256 * 4**i) for i in range(5)]
-    yield from slopes("batch", sizes, [c.batch for c in sizes], seconds)
+    yield from slopes("batch", sizes, [c.batch for c in sizes], seconds, rules)
 
 
-def kept(experiment: Callable[[float], Iterator[Line]], seconds: float) -> Iterator[Line]:
-    """An experiment in a process where freed memory is kept."""
-    for line in in_fresh_process(_kept, experiment, seconds):
-        yield replace(line, experiment=f"{line.experiment}, memory kept")
+Slopes = Callable[[float, Sequence[str]], Iterator[Line]]
 
 
-def _kept(experiment: Callable[[float], Iterator[Line]], seconds: float) -> list[Line]:
+def kept(experiment: Slopes, seconds: float) -> Iterator[Line]:
+    """An experiment in processes where freed memory is kept."""
+    for rule in RULES:
+        for line in in_fresh_process(_kept, experiment, seconds, rule):
+            yield replace(line, experiment=f"{line.experiment}, memory kept")
+
+
+def _kept(experiment: Slopes, seconds: float, rule: str) -> list[Line]:
     keep_memory()
-    return list(experiment(seconds))
+    return list(experiment(seconds, [rule]))
 
 
 def slopes(
-    experiment: str, configs: Sequence[Config], sizes: Sequence[int], seconds: float
+    experiment: str,
+    configs: Sequence[Config],
+    sizes: Sequence[int],
+    seconds: float,
+    rules: Sequence[str],
 ) -> Iterator[Line]:
     """The slopes between neighbouring sizes."""
     networks = [make_network(config) for config in configs]
@@ -108,7 +117,7 @@ def slopes(
         for network in networks:
             network.forget()
 
-    for rule in RULES:
+    for rule in rules:
         steps = {n.config.name: n.training_steps()[rule] for n in networks}
         times = interleaved(steps, after=forget, seconds=seconds, rounds=(7, 100))
         medians = [t.median for t in times.values()]
@@ -249,16 +258,27 @@ def rates_of_builds(network: Network, seconds: float) -> Iterator[Line]:
         yield Line("builds", name, workload, taken, value, bar, value >= BUILDS)
 
 
+class Experiment(NamedTuple):
+    run: Callable[[float], Iterator[Line]]
+    """Takes the seconds of ``--seconds``."""
+    tables: int
+    """It times so many tables for these seconds."""
+    processes: int = 0
+    """And starts so many processes."""
+
+
 EXPERIMENTS = {
-    "depth": depth,
-    "depth-kept": partial(kept, depth),
-    "batch": batch,
-    "batch-kept": partial(kept, batch),
-    "threads": threads,
-    "small": small,
-    "products": products,
-    "builds": builds,
+    "depth": Experiment(depth, 3),
+    "depth-kept": Experiment(partial(kept, depth), 3, 3),
+    "batch": Experiment(batch, 3),
+    "batch-kept": Experiment(partial(kept, batch), 3, 3),
+    "threads": Experiment(threads, 2, 90),
+    "small": Experiment(small, 1),
+    "products": Experiment(products, 3),
+    "builds": Experiment(builds, 2),
 }
+PROCESS = 1.0
+"""Seconds."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -266,18 +286,32 @@ def main(arguments: Sequence[str] | None = None) -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--only", nargs="+", choices=list(EXPERIMENTS), default=list(EXPERIMENTS))
-    parser.add_argument("--seconds", type=float, default=30.0, help="for each table and rule")
-    parser.add_argument("--out", type=Path, default=RESULTS)
+    parser.add_argument(
+        "--seconds", type=float, default=20.0, help="for each table and rule (default: 20)"
+    )
+    add_out(parser)
     args = parser.parse_args(arguments)
-    print(f"{machine()}, float32\n")
+    print(f"{machine()}, float32\n", flush=True)
+    chosen = {name: EXPERIMENTS[name] for name in args.only}
     lines: list[Line] = []
-    for name in tqdm(args.only, unit="experiment", leave=False):
-        measured = list(EXPERIMENTS[name](args.seconds))
-        lines += measured
-        if measured:
-            tqdm.write(table([_readable(line) for line in measured]) + "\n")
-    write_csv(args.out / "scaling.csv", [{**asdict(x), "machine": machine()} for x in lines])
-    print(f"Wrote {args.out / 'scaling.csv'}")
+    with Stoppable() as run:
+        progress = Progress(
+            "experiment",
+            [args.seconds * e.tables + PROCESS * e.processes for e in chosen.values()],
+        )
+        for name, experiment in progress.over(chosen.items()):
+            measured: list[Line] = []
+            for line in experiment.run(args.seconds):
+                measured.append(line)
+                progress.say(f"{name}, {line.rule}, {line.workload}")
+            lines += measured
+            if measured:
+                print(table([_readable(line) for line in measured]) + "\n", flush=True)
+    if lines:
+        path = results_folder(parser, args, published=not run.stopped) / "scaling.csv"
+        write_csv(path, [{**asdict(x), "machine": machine()} for x in lines])
+        print(f"Wrote {path}")
+    run.end()
 
 
 def _readable(line: Line) -> dict[str, str]:

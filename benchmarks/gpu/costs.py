@@ -36,7 +36,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "lib"))
 os.environ.setdefault("TRITON_INTERPRET", "1")  # before Triton is imported
 
 import torch
-from output import RESULTS, write_csv
+from output import add_out, results_folder, write_csv
 from pass_traffic import (
     Case,
     kernel_traffic,
@@ -45,7 +45,7 @@ from pass_traffic import (
     plan_on,
     standard_traffic,
 )
-from tqdm import tqdm
+from progress import Progress, Stoppable
 from traffic import Launch
 
 from resode_kernels.backends.triton.device import LAST_LEVEL_CACHE, Device
@@ -281,14 +281,14 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--size", type=int, help="height and width of images (default: 32)")
     parser.add_argument("--dtype", choices=list(DTYPES), help="of x and weights (default: float32)")
     parser.add_argument("--rule", choices=list(ORDERS), help="default: refined")
-    parser.add_argument("--out", type=Path, default=RESULTS)
+    add_out(parser)
     return parser
 
 
 def cases(parser: argparse.ArgumentParser, args: argparse.Namespace) -> tuple[Case, ...]:
     """The one that is asked for; all by default."""
     asked = {name: value for name, value in vars(args).items() if value is not None}
-    del asked["out"]
+    asked.pop("out", None)
     if not asked:
         return CASES
     if min(value for value in (*asked.values(), 1) if isinstance(value, int)) < 1:
@@ -302,6 +302,11 @@ def cases(parser: argparse.ArgumentParser, args: argparse.Namespace) -> tuple[Ca
     return (replace(default, **asked),)
 
 
+def expected_seconds(case: Case) -> float:
+    """The kernels run on small batches, whose size depends on the tiles, so on the stage."""
+    return 20.0
+
+
 def main() -> None:
     parser = arguments()
     args = parser.parse_args()
@@ -310,15 +315,15 @@ def main() -> None:
         "A calculation, not a measurement: DRAM bytes and FLOPs per pass, by the vendors' rates\n"
     )
     chosen = cases(parser, args)
-    with tqdm(total=len(chosen) * len(GPUS) * 2, unit="pass", leave=False) as bar:
-        for case in chosen:
+    with Stoppable() as run:
+        progress = Progress("case", [expected_seconds(case) for case in chosen])
+        for case in progress.over(chosen):
             rows, misfits = [], []
             for gpu in GPUS:
-                bar.set_description(f"{describe(case)}, {gpu.name}")
+                progress.say(f"{describe(case)}, {gpu.name}")
                 passes = []
                 for reverse in (False, True):
                     row = costs(case, gpu, reverse=reverse)
-                    bar.update()
                     if row is not None:
                         passes.append(row)
                     else:
@@ -326,12 +331,13 @@ def main() -> None:
                         misfits.append(f"{gpu.name}, {direction}: no tile fits; runs by layers")
                 rows += [*passes, step(*passes)] if len(passes) == 2 else passes
             results += rows
-            tqdm.write("\n".join([describe(case), table(rows), *notes(rows), *misfits, ""]))
-    if not results:
-        return
-    path = args.out / "gpu_costs.csv"
-    write_csv(path, [asdict(row) for row in results])
-    print(f"Wrote {path}")
+            lines = [describe(case), table(rows), *notes(rows), *misfits, ""]
+            print("\n".join(lines), flush=True)
+    if results:
+        path = results_folder(parser, args, published=not run.stopped) / "gpu_costs.csv"
+        write_csv(path, [asdict(row) for row in results])
+        print(f"Wrote {path}")
+    run.end()
 
 
 if __name__ == "__main__":

@@ -4,8 +4,9 @@
 
 Needs nvcc, and no GPU. The script compiles everything in csrc/cuda for every target. It prints a
 line per kernel, for a depth-fused kernel a line per size of stage with the shared memory of its
-launch, and writes cuda_resources.csv. It fails if a kernel spills registers, if it needs more
-shared memory than a thread block may have, or if a kernel that should use tensor cores does not.
+launch, and writes cuda_resources.csv; if it is stopped, of the sources that are complete. It fails
+if a kernel spills registers, if it needs more shared memory than a thread block may have, or if a
+kernel that should use tensor cores does not.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -26,11 +27,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
 import nvcc
 import sass
 from cuda_plans import plans
-from output import RESULTS, table, write_csv
+from output import add_out, results_folder, table, write_csv
+from progress import Progress, Stoppable
 from targets import CUDA_TARGETS, occupancy
-from tqdm import tqdm
 
 CUDA_SOURCES = Path(__file__).resolve().parents[2] / "csrc" / "cuda"
+
+COMPILING = 8.0
+"""Seconds that a source takes for one target."""
 
 # The report of ptxas on a kernel, and the number of threads of a thread block in PTX.
 ENTRY = re.compile(r"Compiling entry function '(\w+)' for 'sm_(\d+)'")
@@ -163,17 +167,20 @@ def failures(rows: Iterable[Row]) -> Iterator[str]:
             yield f"{where}: {row.tensor_core} tensor-core instructions"
 
 
-def measure_all(targets: list[int], workers: int) -> list[Row]:
-    """In the order of the sources and targets."""
+def measure_all(targets: list[int], workers: int, measured: list[Row]) -> None:
+    """Appends the rows in the order of the sources and targets."""
     compiler = nvcc.find()
     units = [unit for unit in nvcc.units(CUDA_SOURCES).values() if unit[0].suffix == ".cu"]
-    with ThreadPoolExecutor(workers) as pool:
+    progress = Progress("source", [COMPILING * len(targets) / workers] * len(units))
+    pool = ThreadPoolExecutor(workers)
+    try:
         tasks = [
             pool.submit(compile_unit, compiler, source, flags, targets) for source, flags in units
         ]
-        for _ in tqdm(as_completed(tasks), total=len(tasks), unit="source", leave=False):
-            pass
-    return [row for task in tasks for kernel in task.result() for row in rows(kernel)]
+        for task in progress.over(tasks):
+            measured += [row for kernel in task.result() for row in rows(kernel)]
+    finally:
+        pool.shutdown(cancel_futures=True)  # waits for the sources that are being compiled
 
 
 def main() -> None:
@@ -183,14 +190,20 @@ def main() -> None:
     names = list(CUDA_TARGETS)
     parser.add_argument("--targets", nargs="+", choices=names, default=names)
     parser.add_argument("--workers", type=int, default=2, help="sources compiled at a time")
-    parser.add_argument("--output", type=Path, default=RESULTS / "cuda_resources.csv")
+    add_out(parser)
     args = parser.parse_args()
 
-    measured = measure_all([int(name.removeprefix("sm_")) for name in args.targets], args.workers)
-    lines = [asdict(row) for row in measured]
-    print(table(lines))
-    write_csv(args.output, lines)
-    print(f"\nWrote {args.output}")
+    measured: list[Row] = []
+    with Stoppable() as run:
+        targets = [int(name.removeprefix("sm_")) for name in args.targets]
+        measure_all(targets, args.workers, measured)
+    if measured:
+        lines = [asdict(row) for row in measured]
+        print(table(lines))
+        folder = results_folder(parser, args, besides=["workers"], published=not run.stopped)
+        write_csv(folder / "cuda_resources.csv", lines)
+        print(f"\nWrote {folder / 'cuda_resources.csv'}")
+    run.end()
     if failed := list(failures(measured)):
         raise SystemExit("\n".join(["", *failed]))
 

@@ -4,7 +4,8 @@ of them.
     python benchmarks/gpu/triton_resources.py [--targets sm_90 gfx942 …] [--quick]
 
 The script compiles every case of triton_cases.py for every target, by the code that would launch it
-there. It prints a line per kernel and writes gpu_resources.csv. It fails if a kernel does not
+there. It prints a line per kernel and writes gpu_resources.csv; if it is stopped, of the cases that
+are complete. It fails if a kernel does not
 compile, needs more shared memory than a thread block may have or, in its default tile, spills
 registers.
 """
@@ -14,19 +15,22 @@ from __future__ import annotations
 import argparse
 import multiprocessing
 import sys
-from collections.abc import Iterable
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "lib"))
 
-from output import RESULTS, table, write_csv
+from output import add_out, results_folder, table, write_csv
+from progress import Progress, Stoppable, leave_interrupts_to_the_parent
 from targets import TARGETS
-from tqdm import tqdm
 from triton_cases import Case, cases
 from triton_code import resources
 from triton_offline import Launch, offline
+
+COMPILING = 4.0
+"""Seconds that a case takes on one target."""
 
 
 @dataclass(frozen=True)
@@ -106,18 +110,15 @@ def measure(case: Case, target: str) -> Result:
     return Result(rows, failures)
 
 
-def measure_all(chosen: Iterable[Case], targets: Iterable[str], workers: int) -> Result:
-    """All cases on all targets, in the order given."""
+def measure_all(
+    chosen: Sequence[Case], targets: Sequence[str], workers: int, results: list[Result]
+) -> None:
+    """Appends the results of all cases on all targets, in the order given."""
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(workers, mp_context=context) as pool:
+    with ProcessPoolExecutor(workers, context, leave_interrupts_to_the_parent) as pool:
         tasks = [pool.submit(measure, case, target) for case in chosen for target in targets]
-        for _ in tqdm(as_completed(tasks), total=len(tasks), unit="case", leave=False):
-            pass
-        results = [task.result() for task in tasks]
-    return Result(
-        [row for result in results for row in result.rows],
-        [failure for result in results for failure in result.failures],
-    )
+        for task in Progress("case", [COMPILING / workers] * len(tasks)).over(tasks):
+            results.append(task.result())
 
 
 def main() -> None:
@@ -127,16 +128,21 @@ def main() -> None:
     parser.add_argument("--targets", nargs="+", choices=list(TARGETS), default=list(TARGETS))
     parser.add_argument("--quick", action="store_true", help="half of the cases")
     parser.add_argument("--workers", type=int, default=2, help="processes that compile")
-    parser.add_argument("--output", type=Path, default=RESULTS / "gpu_resources.csv")
+    add_out(parser)
     args = parser.parse_args()
 
-    result = measure_all(cases(args.quick), args.targets, args.workers)
-    lines = [asdict(row) for row in result.rows]
-    print(table(lines))
-    write_csv(args.output, lines)
-    print(f"\nWrote {args.output}")
-    if result.failures:
-        raise SystemExit("\n".join(["", *result.failures]))
+    results: list[Result] = []
+    with Stoppable() as run:
+        measure_all(cases(args.quick), args.targets, args.workers, results)
+    lines = [asdict(row) for result in results for row in result.rows]
+    if lines:
+        print(table(lines))
+        folder = results_folder(parser, args, besides=["workers"], published=not run.stopped)
+        write_csv(folder / "gpu_resources.csv", lines)
+        print(f"\nWrote {folder / 'gpu_resources.csv'}")
+    run.end()
+    if failures := [failure for result in results for failure in result.failures]:
+        raise SystemExit("\n".join(["", *failures]))
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from progress import leave_interrupts_to_the_parent
 
 from resode_kernels.backends import cpp
 
@@ -72,7 +73,7 @@ def peak_memory(step: Callable[[], Any], device: str) -> int:
 def in_fresh_process(function: Callable[..., Any], *args: Any) -> Any:
     """function(*args) in a process of its own, or None if it ran out of memory."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "__main__"])
+    context.set_forkserver_preload(["torch", "resode_kernels", "__main__"])
     receiver, sender = context.Pipe(duplex=False)
     process = context.Process(target=_send, args=(sender, function, args))
     process.start()
@@ -88,6 +89,7 @@ def in_fresh_process(function: Callable[..., Any], *args: Any) -> Any:
 
 
 def _send(sender: Any, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    leave_interrupts_to_the_parent()
     try:
         sender.send(function(*args))
     except (MemoryError, torch.OutOfMemoryError):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import csv
 import platform
 from collections.abc import Sequence
@@ -11,7 +12,38 @@ from typing import Any
 import torch
 
 RESULTS = Path(__file__).resolve().parents[1] / "results"
-"""Where scripts write by default."""
+"""The published results, which README and docs show."""
+QUICK = RESULTS / "quick"
+"""Everything else that is measured without ``--out``. Ignored by git."""
+
+
+def add_out(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--out",
+        type=Path,
+        metavar="FOLDER",
+        help="default: for a complete run with the published settings benchmarks/results, where "
+        "the published results are; otherwise benchmarks/results/quick",
+    )
+
+
+def results_folder(
+    parser: argparse.ArgumentParser,
+    args: argparse.Namespace,
+    *,
+    folder: str = "",
+    besides: Sequence[str] = (),
+    published: bool = True,
+) -> Path:
+    """Where a run writes: the folder of ``--out``, if there is one. Published results are written
+    only by the published settings: all options have their defaults, ``besides`` some that do not
+    matter or that ``published`` covers. ``folder``: the part of the results that the script writes.
+    """
+    if args.out is not None:
+        return Path(args.out)
+    for name, value in vars(args).items():
+        published = published and (name in besides or value == parser.get_default(name))
+    return (RESULTS if published else QUICK) / folder
 
 
 def machine(device: str = "cpu") -> str:

@@ -4,8 +4,9 @@
     python benchmarks/paper/all.py --full             as the scripts run by themselves
     python benchmarks/paper/all.py --full fig4_depth  this one again, the rest as it was
 
-Writes README.md, report.json (the same as data), and a CSV and a PNG of every experiment, to
-benchmarks/results/paper.
+Writes README.md, report.json (the same as data), and a CSV and a PNG of every experiment: with
+--full to benchmarks/results/paper, small versions to benchmarks/results/quick/paper. If it is
+stopped, the report has the experiments that are complete.
 """
 
 from __future__ import annotations
@@ -15,11 +16,14 @@ import json
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
-from experiment import Options, Verdict, machine, parser, save
+from experiment import Options, Verdict, announce, machine, parser, save
+from output import results_folder
+from progress import Stoppable
 
 EXPERIMENTS = (
     "fig1_trajectories",
@@ -92,12 +96,12 @@ def report(experiments: Sequence[Done]) -> str:
     return "\n\n".join(lines) + "\n"
 
 
-def perform(name: str, options: Options) -> Done:
+def perform(name: str, options: Options, out: Path) -> Done:
     torch.manual_seed(0)
     begin = time.perf_counter()
     result = importlib.import_module(name).run(options)
     seconds = time.perf_counter() - begin
-    save(result, name, options.out)
+    save(result, name, out)
     print(f"\n{result.title}", *result.verdicts, sep="\n", flush=True)
     return Done(
         name,
@@ -115,24 +119,30 @@ def main(known: Sequence[str] = EXPERIMENTS) -> None:
     arguments = parser(__doc__)
     arguments.add_argument("--full", action="store_true", help="not the small versions")
     arguments.add_argument("names", nargs="*", metavar="experiment", help="only these")
-    chosen = vars(arguments.parse_args())
-    names = chosen.pop("names") or known
+    args = arguments.parse_args()
+    names = args.names or known
     unknown = [name for name in names if name not in known]
     if unknown:
         arguments.error(f"no experiment {unknown[0]!r}; there are {', '.join(known)}")
-    chosen["quick"] = not chosen.pop("full")
-    options = Options(**chosen)
+    out = results_folder(
+        arguments, args, folder="paper", besides=["full", "names"], published=args.full
+    )
+    options = Options(not args.full, args.data, args.seeds, args.device)
 
-    data = options.out / "report.json"
+    data = out / "report.json"
     before = json.loads(data.read_text()) if data.exists() else []
     experiments = {fields["name"]: Done.load(fields) for fields in before}
-    for i, name in enumerate(names):
-        print(f"{i + 1}/{len(names)} {name}", file=sys.stderr)
-        experiments[name] = perform(name, options)
+    announce(names, options)
+    with Stoppable() as stoppable:
+        for i, name in enumerate(names):
+            print(f"{i + 1}/{len(names)} {name}", file=sys.stderr)
+            experiments[name] = perform(name, replace(options, rows=[]), out)
     done = [experiments[name] for name in known if name in experiments]
-    data.write_text(json.dumps([asdict(one) for one in done], indent=1, ensure_ascii=False))
-    (options.out / "README.md").write_text(report(done))
-    print(f"\nwrote {options.out / 'README.md'}")
+    if done:
+        data.write_text(json.dumps([asdict(one) for one in done], indent=1, ensure_ascii=False))
+        (out / "README.md").write_text(report(done))
+        print(f"\nWrote {out / 'README.md'}")
+    stoppable.end()
 
 
 if __name__ == "__main__":

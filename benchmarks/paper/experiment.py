@@ -7,7 +7,8 @@ An experiment is a script with a function ``run(options) -> Result`` and
         main(run, __doc__)
 
 which runs it, writes a CSV and a PNG named after the script, and prints the verdicts on the paper's
-claims. ``all.py`` runs every script and writes one report.
+claims. A script that is stopped writes the rows of the CSV that it has. ``all.py`` runs every
+script and writes one report.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from __future__ import annotations
 import argparse
 import math
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,6 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "lib"))
 
 import matplotlib as mpl
-import output
 import torch
 
 mpl.use("Agg")
@@ -31,10 +31,23 @@ import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, NullFormatter
-from output import machine, write_csv
-from tqdm import tqdm
+from output import add_out, machine, results_folder, write_csv
+from progress import Progress, Stoppable, duration
 
-RESULTS = output.RESULTS / "paper"
+SECONDS = {
+    # quick, and as published
+    "fig1_trajectories": (3, 67),
+    "prop1_distance": (2, 9),
+    "fig2_linear_weights": (2, 14),
+    "props3_6_orders": (4, 258),
+    "fig3a_step": (20, 161),
+    "fig3b_failure": (30, 77),
+    "fig3c_gradient_error": (10, 45),
+    "fig4_depth": (30, 230),
+    "table2_finetune": (30, 175),
+}
+"""What the experiments take on two free cores, on digits: quick ones are estimates from processor
+time, the others are the times in the published report."""
 
 COLOURS = {
     "exact": "#222222",
@@ -52,12 +65,14 @@ COLOURS = {
 class Options:
     quick: bool = False
     """A smaller version that takes seconds, for ``all.py`` and for the tests."""
-    out: Path = RESULTS
     data: Path | None = None
     """A local directory with CIFAR-10 or ImageNet; None: scikit-learn's digits."""
     seeds: int | None = None
     """None: the experiment's own number."""
     device: str = "cpu"
+    rows: list[dict[str, Any]] = field(default_factory=list, compare=False)
+    """The experiment adds the rows of its CSV as soon as it has them. If it is stopped, they are
+    written."""
 
 
 @dataclass(frozen=True)
@@ -88,9 +103,9 @@ class Result:
 Run = Callable[[Options], Result]
 
 
-def progress(things: Iterable[Any], description: str, total: int | None = None) -> Iterable[Any]:
-    """A bar that disappears when it is done."""
-    return tqdm(things, desc=description, total=total, leave=False, dynamic_ncols=True)
+def progress(things: Iterable[Any], unit: str, total: int) -> Iterator[Any]:
+    """The things, with a line now and then that says how many are done."""
+    yield from Progress(unit, total).over(things)
 
 
 def slope(x: Sequence[float], y: Sequence[float]) -> float:
@@ -122,13 +137,19 @@ def panels(count: int, title: str, width: float = 5.2, rows: int = 1) -> tuple[F
     return figure, list(axes.flat)
 
 
-def save(result: Result, name: str, out: Path) -> None:
+def save_rows(rows: Sequence[dict[str, Any]], path: Path) -> None:
     """Numbers with six digits."""
-    rows = [
-        {key: f"{value:.6g}" if isinstance(value, float) else value for key, value in row.items()}
-        for row in result.rows
-    ]
-    write_csv(out / f"{name}.csv", rows)
+    write_csv(
+        path,
+        [
+            {k: f"{value:.6g}" if isinstance(value, float) else value for k, value in row.items()}
+            for row in rows
+        ],
+    )
+
+
+def save(result: Result, name: str, out: Path) -> None:
+    save_rows(result.rows, out / f"{name}.csv")
     result.figure.savefig(out / f"{name}.png", dpi=150)
     plt.close(result.figure)
 
@@ -137,24 +158,47 @@ def parser(description: str | None) -> argparse.ArgumentParser:
     result = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    result.add_argument("--quick", action="store_true", help="a smaller version, in seconds")
-    result.add_argument("--out", type=Path, default=RESULTS, help="folder for CSV and PNG")
+    result.add_argument("--quick", action="store_true", help="a smaller version")
+    add_out(result)
     result.add_argument("--data", type=Path, help="CIFAR-10 or ImageNet instead of digits")
     result.add_argument("--seeds", type=int, help="how many runs to take the median of")
     result.add_argument("--device", default="cpu")
     return result
 
 
+def announce(names: Sequence[str], options: Options) -> None:
+    """Says how long the experiments will take, where that is known."""
+    if (options.data, options.seeds, options.device) == (None, None, "cpu"):
+        seconds = sum(SECONDS[name][not options.quick] for name in names if name in SECONDS)
+        print(f"about {duration(seconds)} on two free cores", file=sys.stderr)
+
+
 def main(run: Run, description: str | None) -> None:
-    options = Options(**vars(parser(description).parse_args()))
+    arguments = parser(description)
+    args = arguments.parse_args()
+    options = Options(args.quick, args.data, args.seeds, args.device)
     name = Path(sys.argv[0]).stem
+    announce([name], options)
     torch.manual_seed(0)
-    result = run(options)
-    save(result, name, options.out)
+    with Stoppable() as stoppable:
+        result = run(options)
+    if stoppable.stopped:
+        save_unfinished(
+            options, name, results_folder(arguments, args, folder="paper", published=False)
+        )
+        return stoppable.end()
+    out = results_folder(arguments, args, folder="paper")
+    save(result, name, out)
     print(f"{result.title}\n{machine(options.device)}\n")
     for text in (*result.notes, result.table):
         if text:
             print(text + "\n")
     for verdict in result.verdicts:
         print(verdict)
-    print(f"\nwrote {options.out / name}.csv and .png")
+    print(f"\nWrote {out / name}.csv and .png")
+
+
+def save_unfinished(options: Options, name: str, out: Path) -> None:
+    if options.rows:
+        save_rows(options.rows, out / f"{name}.csv")
+        print(f"Wrote {len(options.rows)} rows to {out / name}.csv")

@@ -14,6 +14,7 @@ it. Counted are the layers in which neighbours at the input change their order.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from experiment import Options, Result, Verdict, main, panels, plt, progress
@@ -85,7 +86,7 @@ def train(network: Network, iterations: int, seed: int = 0) -> Learned:
     rate = 0.1 if network.like_an_ode else 1e-3
     optimizer = torch.optim.Adam(stage.parameters(), lr=rate)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, iterations)
-    for _ in progress(range(iterations), f"{network.target}, draw {seed}"):
+    for _ in range(iterations):
         optimizer.zero_grad()
         mse_loss(stage(x), network.map(x)).backward()
         torch.nn.utils.clip_grad_norm_(stage.parameters(), 1.0)
@@ -100,9 +101,15 @@ def train(network: Network, iterations: int, seed: int = 0) -> Learned:
 def run(options: Options) -> Result:
     iterations = 250 if options.quick else 1000
     seeds = options.seeds or (2 if options.quick else 5)
-    smooth, stuck = train(SMOOTH, iterations), train(STUCK, iterations)
-    draws = [train(CROSSING, iterations, seed) for seed in range(seeds)]
+    todo = [(SMOOTH, 0), (STUCK, 0), *((CROSSING, seed) for seed in range(seeds))]
+    trained: list[Learned] = []
+    for network, seed in progress(todo, "training", len(todo)):
+        trained.append(train(network, iterations, seed))
+        if network is not CROSSING:
+            options.rows.extend(rows(trained[-1]))
+    smooth, stuck, *draws = trained
     crossing = min(draws, key=lambda draw: draw.error)
+    options.rows.extend(rows(crossing))
     results = (smooth, stuck, crossing)
 
     title = f"Figure 1: trajectories of ResNets with {DEPTH} layers, coloured by their input"
@@ -147,17 +154,19 @@ def run(options: Options) -> Result:
         f"training fails more often. {learned} of {seeds} draws of the network on the "
         f"right learned −x²/2 to {LEARNED}, the best is shown."
     ]
-    rows = [
+    return Result(title, options.rows, figure, verdicts, notes)
+
+
+def rows(result: Learned) -> list[dict[str, Any]]:
+    return [
         {
             "map": result.network.target,
             "step": 1 / DEPTH if result.network.like_an_ode else 1.0,
             "layer": n,
             **{f"x{i}": round(x, 4) for i, x in enumerate(states)},
         }
-        for result in results
         for n, states in enumerate(result.states.tolist())
     ]
-    return Result(title, rows, figure, verdicts, notes)
 
 
 if __name__ == "__main__":

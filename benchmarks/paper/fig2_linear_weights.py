@@ -136,7 +136,7 @@ def measure(start: str, depths: list[int], fine: int, times: int) -> tuple[list[
     initial, problem = INITIAL[start], Regression(INITIAL[start])
     trained = {
         depth: problem.train(initial(layers(depth)), times)
-        for depth in progress([*depths, fine, 2 * fine], f"{start} weights")
+        for depth in progress([*depths, fine, 2 * fine], "training", len(depths) + 2)
     }
     psi = limit(trained.pop(fine), trained.pop(2 * fine))
     flow = torch.stack([product(weights, "heun") for weights in psi])
@@ -264,8 +264,11 @@ def run(options: Options) -> Result:
         depths = [4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256]
     fine, times = 3 * depths[-1], 33 if options.quick else 65
     title = "Figure 2: the weights of a deep linear ResNet in training converge to a limit"
-    measured = {start: measure(start, depths, fine, times) for start in INITIAL}
-    rows = [row for some, _ in measured.values() for row in some]
+    measured = {}
+    rows = options.rows
+    for start in INITIAL:
+        measured[start] = measure(start, depths, fine, times)
+        rows += measured[start][0]
     halving = max(change for _, change in measured.values())
     notes = [
         f"{DIM} × {DIM} weights, {SAMPLES} samples, float64. ψ from depths {fine} and {2 * fine}. "

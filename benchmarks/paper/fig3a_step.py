@@ -14,7 +14,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 import torch
 from architectures import deep
@@ -113,11 +112,10 @@ def run(options: Options) -> Result:
         for step in STEPS
         for seed in range(options.seeds or (2 if options.quick else SEEDS))
     ]
-    histories = side_by_side(train_one, jobs, "table 1, figure 3a", options.device)
     untied: Accuracies = {step: [] for step in STEPS}
     tied: dict[int, Accuracies] = {blocks: {step: [] for step in STEPS} for blocks in depths}
-    rows: list[dict[str, Any]] = []
-    for job, history in zip(jobs, histories, strict=True):
+    rows = options.rows
+    for job, history in side_by_side(train_one, jobs, options.device):
         (tied[job.layers[0]] if job.tied else untied)[job.step].append(history.accuracy)
         rows.append(
             {

@@ -114,25 +114,14 @@ def run(options: Options) -> Result:
         for seed in seeds
     ]
     runs: Runs = {(step, way): [] for step in STEPS for way in WAYS}
-    for one in side_by_side(train_one, jobs, "figure 3 (b)", options.device):
-        runs[one.job.step, one.job.way].append(one)
+    for job, one in side_by_side(train_one, jobs, options.device):
+        runs[job.step, job.way].append(one)
+        options.rows.extend(rows(one))
+    order = [(step, way) for step in STEPS for way in WAYS]
+    options.rows.sort(key=lambda row: order.index((row["step"], row["way"])))
     return Result(
         title="Figure 3 (b): failure at usual depth, and its repair",
-        rows=[
-            {
-                "step": step,
-                "way": way,
-                "seed": one.job.seed,
-                "setting": one.setting,
-                "iteration": i,
-                "loss": loss,
-                "test_error": one.test_error if i == len(one.losses) - 1 else None,
-                "gradient_error": {o.call - 1: o.error for o in one.gradient_errors}.get(i),
-            }
-            for (step, way), all_seeds in runs.items()
-            for one in all_seeds
-            for i, loss in enumerate(one.losses)
-        ],
+        rows=options.rows,
         figure=draw(runs),
         verdicts=verdicts(runs),
         table=table(runs),
@@ -146,6 +135,23 @@ def run(options: Options) -> Result:
             "the paper's rule are some per cent and do no harm here.",
         ],
     )
+
+
+def rows(one: Training) -> list[dict[str, Any]]:
+    errors = {o.call - 1: o.error for o in one.gradient_errors}
+    return [
+        {
+            "step": one.job.step,
+            "way": one.job.way,
+            "seed": one.job.seed,
+            "setting": one.setting,
+            "iteration": i,
+            "loss": loss,
+            "test_error": one.test_error if i == len(one.losses) - 1 else None,
+            "gradient_error": errors.get(i),
+        }
+        for i, loss in enumerate(one.losses)
+    ]
 
 
 def worst_error(runs: list[Training]) -> float:

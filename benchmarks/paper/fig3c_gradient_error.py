@@ -165,8 +165,9 @@ def run(options: Options) -> Result:
         for depth in reversed(depths)
         for scheme in ("heun", "euler")
     ]
-    measured = side_by_side(measure_one, jobs, "figure 3c", options.device)
-    rows = [row for of_job in measured for row in of_job]
+    rows = options.rows
+    for _, of_job in side_by_side(measure_one, jobs, options.device):
+        rows += of_job
     errors: Errors = {(scheme, kind): {} for scheme in NETWORKS for kind in KINDS}
     changes: dict[str, dict[int, float]] = {kind: {} for kind in KINDS}
     for row in rows:

@@ -16,7 +16,6 @@ from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 import torch
 from architectures import simple
@@ -144,10 +143,9 @@ def run(options: Options) -> Result:
         for method in METHODS
         for seed in range(options.seeds or SEEDS)
     ]
-    histories = side_by_side(train_one, jobs, "figure 4", options.device)
     curves: dict[tuple[str, str], Curve] = {}
-    rows: list[dict[str, Any]] = []
-    for job, history in zip(jobs, histories, strict=True):
+    rows = options.rows
+    for job, history in side_by_side(train_one, jobs, options.device):
         curve = curves.setdefault((job.scheme, job.method), {})
         curve.setdefault(job.depth, []).append(history.error)
         rows.append(
@@ -162,7 +160,7 @@ def run(options: Options) -> Result:
             }
         )
     rows.sort(key=lambda row: (row["depth"], row["scheme"], row["method"], row["seed"]))
-    failed = sum(history.failed is not None for history in histories)
+    failed = sum(row["failed"] != "" for row in rows)
     notes = [
         f"{data.name}, {recipe.epochs} epochs of batches of {recipe.batch}, learning rate "
         f"{recipe.rate:g} ({recipe.schedule}), {options.seeds or SEEDS} seeds, rule `paper`. "

@@ -142,7 +142,9 @@ def measure(case: Case, depth: int) -> dict[str, str | int | float]:
 def run(options: Options) -> Result:
     depths = [8, 32, 128] if options.quick else [8, 16, 32, 64, 128, 256, 512]
     todo = [(case, depth) for case in CASES for depth in depths]
-    rows = [measure(case, depth) for case, depth in progress(todo, "Prop. 1")]
+    rows = options.rows
+    for case, depth in progress(todo, "network", len(todo)):
+        rows.append(measure(case, depth))
     # columns[label][name] are the numbers for all depths
     columns = {
         case.label: {

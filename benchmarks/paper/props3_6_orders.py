@@ -258,12 +258,9 @@ def run(options: Options) -> Result:
     depths = [8, 16, 48, 96, 192] if options.quick else [8, 16, 32, 64, 128, 256, 512]
     seeds = options.seeds or (1 if options.quick else 3)
     networks = list(itertools.product(WEIGHTS, SCHEMES, depths))
-    rows = medians(
-        [
-            [row for case in progress(networks, f"draw {seed}") for row in measure(*case, seed)]
-            for seed in range(seeds)
-        ]
-    )
+    rows = options.rows
+    for case in progress(networks, "network", len(networks)):
+        rows += medians([list(measure(*case, seed)) for seed in range(seeds)])
     title = "Propositions 3 to 6: errors of reconstructed states and of gradients"
     notes = [
         f"dim = hidden = {DIM}, batch {BATCH}, weights N(0, 1/{DIM}), biases N(0, 0.01), median "

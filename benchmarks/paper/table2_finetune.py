@@ -18,7 +18,7 @@ the adjoint method, for comparison:
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any
@@ -29,6 +29,7 @@ from data import Data, load, noisy
 from experiment import COLOURS, Options, Result, Verdict, depth_axis, main, panels
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from progress import Progress
 from torch import Generator, Tensor, nn
 from trainer import FINETUNING, TRAINING, Recipe, evaluate, train
 
@@ -114,7 +115,11 @@ def run(options: Options) -> Result:
     if setting.noise:
         data = noisy(data, setting.noise)
     seeds = setting.seeds if options.seeds is None else options.seeds
-    rows = [row for seed in range(seeds) for row in one_run(setting, data, seed, options.device)]
+    rows = options.rows
+    progress = Progress("row", seeds * (1 + len(setting.depths) + len(METHODS)))
+    for seed in range(seeds):
+        run_of_seed = one_run(setting, data, seed, options.device, progress.say)
+        rows.extend(progress.over(run_of_seed))
     return Result(
         title=f"Table 2: tied, deeper, untied, refined ({data.name})",
         rows=rows,
@@ -138,7 +143,13 @@ def quick(setting: Setting) -> Setting:
 # --------------------------------------------------------------------------------------- one seed
 
 
-def one_run(setting: Setting, data: Data, seed: int, device: str) -> Iterator[dict[str, Any]]:
+def one_run(
+    setting: Setting,
+    data: Data,
+    seed: int,
+    device: str,
+    say: Callable[[str], None] = lambda text: None,
+) -> Iterator[dict[str, Any]]:
     """Rows of the CSV: the accuracy after every part of the strategy."""
 
     def row(part: str, depth: int, accuracy: float, **more: Any) -> dict[str, Any]:
@@ -158,7 +169,7 @@ def one_run(setting: Setting, data: Data, seed: int, device: str) -> Iterator[di
         setting.pretraining,
         seed=seed,
         device=device,
-        description=f"seed {seed}: tied",
+        say=lambda text: say(f"seed {seed}, tied, {text}"),
     )
     depth = deeper_layers(tied, setting)[0].stage.depth
     yield row("pretrained", depth, history.accuracy, failed=history.failed)
@@ -179,7 +190,7 @@ def one_run(setting: Setting, data: Data, seed: int, device: str) -> Iterator[di
             recipe(setting, method),
             seed=seed,
             device=device,
-            description=f"seed {seed}: {method}",
+            say=lambda text, method=method: say(f"seed {seed}, {method}, {text}"),
         )
         yield row(
             method,

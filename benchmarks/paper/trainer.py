@@ -4,6 +4,7 @@ with momentum, by one of the recipes of the paper's appendix B."""
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -11,7 +12,6 @@ import torch.nn.functional as F
 from data import Data, Split
 from torch import Generator, nn
 from torch.optim import SGD
-from tqdm import tqdm
 
 import resode_kernels as rk
 
@@ -101,11 +101,11 @@ def train(
     seed: int = 0,
     device: str = "cpu",
     every_epoch: bool = False,
-    description: str | None = None,
+    say: Callable[[str], None] = lambda text: None,
 ) -> History:
     """Trains the parameters of ``model`` that require gradients, and tests it. ``seed`` decides the
-    order of the images and their augmentation; weights are the model's. A progress bar is shown if
-    there is a ``description`` for it."""
+    order of the images and their augmentation; weights are the model's. ``say`` is told which
+    step of how many is done."""
     model.to(device)
     optimizer = SGD(
         [parameter for parameter in model.parameters() if parameter.requires_grad],
@@ -116,23 +116,22 @@ def train(
     generator = Generator().manual_seed(seed)
     history = History()
     steps = recipe.epochs * max(1, len(data.train) // recipe.batch)
-    with tqdm(total=steps, desc=description, leave=False, disable=description is None) as bar:
-        for epoch in range(recipe.epochs):
-            model.train()
-            for x, labels in data.train.batches(recipe.batch, generator):
-                for group in optimizer.param_groups:
-                    group["lr"] = recipe.rate * recipe.factor(len(history.losses) / steps)
-                loss = F.cross_entropy(model(x.to(device)), labels.to(device))
-                history.losses.append(loss.item())
-                optimizer.zero_grad()
-                history.failed = _backward(loss)
-                if history.failed:
-                    history.errors.append(1 - 1 / data.classes)
-                    return history
-                optimizer.step()
-                bar.update()
-            if every_epoch or epoch == recipe.epochs - 1:
-                history.errors.append(evaluate(model, data.test, recipe.batch, device))
+    for epoch in range(recipe.epochs):
+        model.train()
+        for x, labels in data.train.batches(recipe.batch, generator):
+            for group in optimizer.param_groups:
+                group["lr"] = recipe.rate * recipe.factor(len(history.losses) / steps)
+            loss = F.cross_entropy(model(x.to(device)), labels.to(device))
+            history.losses.append(loss.item())
+            optimizer.zero_grad()
+            history.failed = _backward(loss)
+            if history.failed:
+                history.errors.append(1 - 1 / data.classes)
+                return history
+            optimizer.step()
+            say(f"step {len(history.losses)} of {steps}")
+        if every_epoch or epoch == recipe.epochs - 1:
+            history.errors.append(evaluate(model, data.test, recipe.batch, device))
     return history
 
 

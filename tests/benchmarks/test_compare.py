@@ -188,6 +188,7 @@ def test_one_who_fails_or_takes_too_long_says_so_and_the_others_go_on(
 # -------------------------------------------------------------------------------------- contestants
 
 
+@pytest.mark.slow
 def test_the_compiled_loop_is_the_same_network(monkeypatch: pytest.MonkeyPatch) -> None:
     """Traced, and not made into machine code, which takes long."""
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
@@ -351,6 +352,7 @@ def test_a_whole_run_writes_csv_and_pictures(
     assert "resode_kernels, predicted" in markdown
 
 
+@pytest.mark.slow
 def test_memory_of_a_step_is_measured_in_a_fresh_process() -> None:
     config = config_of_shape("64,4096,16")
     standard, ours = (
@@ -396,9 +398,9 @@ def test_scaling_reports_every_rule(monkeypatch: pytest.MonkeyPatch, tmp_path: P
 def test_scaling_reports_growth_with_memory_kept(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    def in_process(f: Any, experiment: Any, seconds: float) -> Any:
+    def in_process(f: Any, experiment: Any, seconds: float, rule: str) -> Any:
         asked.append(f)
-        return list(experiment(seconds))
+        return list(experiment(seconds, [rule]))
 
     asked: list[Any] = []
     monkeypatch.setattr(scaling, "in_fresh_process", in_process)
@@ -406,7 +408,7 @@ def test_scaling_reports_growth_with_memory_kept(
     scaling.main(["--only", "depth-kept", "--seconds", "0", "--out", str(tmp_path)])
     with (tmp_path / "scaling.csv").open() as file:
         lines = list(csv.DictReader(file))
-    assert asked == [scaling._kept]
+    assert asked == [scaling._kept] * len(RULES)
     assert {line["experiment"] for line in lines} == {"depth, memory kept"}
     assert {line["rule"] for line in lines} == set(RULES)
 
@@ -462,6 +464,7 @@ def test_a_step_can_be_profiled(
     assert "3 steps" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_steps_can_be_timed_by_pytest_benchmark() -> None:
     """With the project's own options; those of parallel runs would disable it."""
     root = Path(compare.__file__).parents[2]

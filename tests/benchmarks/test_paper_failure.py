@@ -15,6 +15,7 @@ def job(step: str, way: str, seed: int = 0) -> failure.Job:
     return failure.Job(step, way, seed, RECIPE, data=None, device="cpu")
 
 
+@pytest.mark.slow
 def test_all_ways_train_the_same_network_on_the_same_batches() -> None:
     exact, paper = (failure.train_one(job("classical", way)) for way in ("exact", "paper"))
     assert exact.losses[0] == pytest.approx(paper.losses[0], rel=1e-4)
@@ -24,6 +25,7 @@ def test_all_ways_train_the_same_network_on_the_same_batches() -> None:
     assert exact.losses[-1] != paper.losses[-1]
 
 
+@pytest.mark.slow
 def test_tuning_keeps_the_bound_where_the_papers_rule_does_not() -> None:
     tuned = failure.train_one(job("1/N", "tuned"))
     assert tuned.setting != "tuned"

@@ -7,8 +7,9 @@ import sys
 from pathlib import Path
 from types import ModuleType
 
+import output
 import pytest
-from experiment import RESULTS, Options, Result, Verdict, panels
+from experiment import Options, Result, Verdict, panels
 
 # Not ``import all``, which would hide the function.
 report = importlib.import_module("all")
@@ -54,8 +55,9 @@ def test_every_script_is_in_the_report() -> None:
 
 
 def test_the_results_that_are_kept_are_of_every_script() -> None:
-    text = (RESULTS / "README.md").read_text()
+    published = output.RESULTS / "paper"
+    text = (published / "README.md").read_text()
     for name in report.EXPERIMENTS:
         assert f"({name}.png)" in text
-        assert (RESULTS / f"{name}.png").is_file()
-        assert (RESULTS / f"{name}.csv").is_file()
+        assert (published / f"{name}.png").is_file()
+        assert (published / f"{name}.csv").is_file()

@@ -40,7 +40,7 @@ def test_a_run_has_a_row_for_every_part_and_writes_table_and_figure(
 ) -> None:
     monkeypatch.setitem(table2.SETTINGS, "digits", setting)
     monkeypatch.setattr(table2, "load", lambda _: digits(train=1600))  # few to test
-    result = table2.run(Options(out=tmp_path))
+    result = table2.run(Options())
     assert [(row["part"], row["depth"]) for row in result.rows] == [
         ("pretrained", 4),
         ("transferred", 5),

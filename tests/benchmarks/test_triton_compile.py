@@ -32,7 +32,10 @@ KERNELS = FUSED | {
 }
 CASES = {(case.name, case.dtype) for case in cases(quick=True)}
 
-pytestmark = pytest.mark.xdist_group(__name__)  # one process makes what all share
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.xdist_group(__name__),  # one process makes what all share
+]
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +46,7 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> list[Row]:
     paths = [str(BENCHMARKS.parent), os.environ.get("PYTHONPATH", "")]
     environment["PYTHONPATH"] = os.pathsep.join(paths)
     script = BENCHMARKS / "gpu" / "triton_resources.py"
-    command = [sys.executable, script, "--quick", "--output", path]
+    command = [sys.executable, script, "--quick", "--out", path.parent]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr  # does not compile, spills, or too much shared memory
     with path.open(newline="") as file:
