@@ -13,6 +13,7 @@ from .backends import BackendUnavailableError
 from .depth import deepen, untie
 from .diagnostics import (
     GradientErrorWarning,
+    ModelReport,
     Report,
     Setting,
     diagnose,
@@ -30,6 +31,7 @@ __all__ = [
     "GradientErrorWarning",
     "LinearStage",
     "MLPStage",
+    "ModelReport",
     "NonFiniteReconstructionError",
     "NonFiniteReconstructionWarning",
     "Report",
