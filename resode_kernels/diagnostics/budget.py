@@ -7,7 +7,11 @@ import time
 
 EVERY = 10.0
 """The seconds between two lines where stderr is not a terminal."""
-now = time.perf_counter
+
+
+def now() -> float:
+    """The time in seconds."""
+    return time.perf_counter()
 
 
 class Display:

@@ -24,8 +24,8 @@ class Choice:
     def __init__(self, probe: Probe, loss: Loss | None, measurements: list[Measurement]) -> None:
         self.probe, self.loss = probe, loss
         self.measurements = measurements
-        self.inputs: list[tuple[Probe, State, Gradients]] = []
-        """The nearby inputs so far, with their cotangents and exact gradients."""
+        self.inputs: dict[int, tuple[Probe, State, Gradients]] = {}
+        """The nearby inputs so far by their numbers, with their cotangents and exact gradients."""
 
     def best(self, max_gradient_error: float, budget: Budget) -> Measurement:
         """The cheapest setting whose error is below the bound also at nearby inputs. One input is
@@ -44,13 +44,13 @@ class Choice:
     def test(self, m: Measurement, budget: Budget) -> Measurement:
         """The measurement with the errors at further nearby inputs, while there is time."""
         for i in range(m.nearby_inputs, NEARBY):
-            known = i < len(self.inputs)
+            known = i in self.inputs
             step = max(each.seconds for each in self.measurements)
             if not budget.allows(step if known else 2.5 * step):
                 break
             budget.show(f"testing {m.setting} at nearby inputs")
             if not known:
-                self.inputs.append(self._nearby(i))
+                self.inputs[i] = self._nearby(i)
             probe, cotangent, exact = self.inputs[i]
             found = probe.gradients(cotangent, **m.setting._asdict()).errors(exact)
             worst = max(m.nearby, *(e.error for e in found))

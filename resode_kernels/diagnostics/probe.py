@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -16,6 +15,7 @@ from ..replay.parameters import standing_in, trainable
 from ..replay.surroundings import Surroundings
 from ..stages import Stage
 from ..states import State, in_stream, parts, state_like
+from .budget import now
 from .gradients import GradientError, compare
 
 Loss = Callable[[Any], Tensor]
@@ -109,7 +109,7 @@ class Probe:
         for device in {t.device for t in parts(self.x)}:
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
-        return time.perf_counter()
+        return now()
 
     def evaluate(self, n: int, x: Any) -> Any:
         """f_n(x), from a state to a state."""
