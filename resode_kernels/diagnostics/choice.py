@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -45,7 +46,7 @@ class Choice:
         """The measurement with the errors at further nearby inputs, while there is time."""
         for i in range(m.nearby_inputs, NEARBY):
             known = i in self.inputs
-            step = max(each.seconds for each in self.measurements)
+            step = statistics.median(each.seconds for each in self.measurements)
             if not budget.allows(step if known else 2.5 * step):
                 break
             budget.show(f"testing {m.setting} at nearby inputs")

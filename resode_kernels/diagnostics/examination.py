@@ -61,7 +61,8 @@ class Examination:
     def study(self, budget: Budget) -> None:
         """The errors of the states and the constants of the theory, while there is time."""
         stage, own = self.probe.stage, self.own
-        cost = STATES * stage.options.blocks(stage.depth) * self.measurer.evaluation
+        evaluation = self.probe.evaluation_time()
+        cost = STATES * stage.options.blocks(stage.depth) * evaluation
         if not budget.allows(cost):
             return
         budget.show("reconstructing the states")
@@ -73,7 +74,6 @@ class Examination:
             if not budget.allows(cost):
                 return
             self.paper = reconstructed(trajectory, "paper", 1)
-            evaluation = self.measurer.evaluation
             if budget.allows(constants.EVALUATIONS * evaluation):
                 self.constants = constants.estimate(trajectory, stage, budget, evaluation)
 

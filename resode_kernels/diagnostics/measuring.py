@@ -22,10 +22,7 @@ class Measurer:
 
     def __init__(self, probe: Probe, cotangent: State) -> None:
         self.probe, self.cotangent = probe, cotangent
-        begin = probe.time()
         self.block = block_bytes(probe)
-        self.evaluation = probe.time() - begin
-        """The seconds that one evaluation of a block takes in PyTorch."""
         self.found: dict[Setting, tuple[GradientError, GradientError, int]] = {}
         self.times: dict[Setting, list[float]] = {}
         self.exact = self._run(CHECKPOINT)
@@ -33,8 +30,8 @@ class Measurer:
 
     @property
     def step(self) -> float:
-        """The longest time of a training step so far."""
-        return max(map(max, self.times.values()))
+        """The typical time of a training step so far."""
+        return statistics.median(t for times in self.times.values() for t in times)
 
     def measure(self, setting: Setting) -> Gradients:
         gradients = self._run(setting)
@@ -56,7 +53,7 @@ class Measurer:
         budget = budget.part(min(1.0, TIMING / budget.left) if budget.left > 0 else 0.0)
         for turn in range(MAX_TURNS):
             for work, setting in works.items():
-                if not budget.allows(max(self.times[work])):
+                if not budget.allows(self.step):
                     return
                 budget.show(f"timing {work}, {turn + 1} of at most {MAX_TURNS} turns")
                 run = self.probe.gradients(self.cotangent, **setting._asdict())
