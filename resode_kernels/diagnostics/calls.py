@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -61,6 +62,17 @@ def recorded(stages: Iterable[Stage]) -> Iterator[list[Call]]:
             handle.remove()
 
 
+@contextmanager
+def uncompiled() -> Iterator[None]:
+    """Context in which modules run without ``torch.compile``, which would compile them again for
+    hooks and for other parameters, and finally give up."""
+    if "torch._dynamo" in sys.modules:
+        with torch.compiler.set_stance("force_eager"):
+            yield
+    else:
+        yield
+
+
 def input_of(stage: Stage, run: Callable[[], Any]) -> StageInput:
     """The arguments with which ``run()`` calls ``stage``, for ``diagnose`` and ``tune``:
 
@@ -77,7 +89,7 @@ def input_of(stage: Stage, run: Callable[[], Any]) -> StageInput:
         )
     if not callable(run):
         raise TypeError(f"run must be a function that calls the model, not {kind(run)}")
-    with recorded([stage]) as calls, torch.no_grad():
+    with recorded([stage]) as calls, torch.no_grad(), uncompiled():
         run()
     if not calls:
         raise RuntimeError(

@@ -6,7 +6,7 @@ and states, are drawn on a line of their own below them, labelled "exact"."""
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -183,13 +183,18 @@ def _settings(axes: Any, report: Report) -> None:
             linewidth=1,
             label=f"{work}: {mine[0].seconds / unit.seconds:.2f} × checkpointing's time",
         )
-    exact = [m for m in report.settings if m.setting in (CHECKPOINT, STORED)]
-    for m in exact:
+    right = max([1.0, *(m.memory / unit.memory for m in adjoint)])
+    for m in (m for m in report.settings if m.setting in (CHECKPOINT, STORED)):
         filled = "black" if m.setting == CHECKPOINT else "white"
         style = {"color": "black", "marker": "d", "markerfacecolor": filled}
-        errors.mark(m.memory / unit.memory, 0, markersize=7, **style)
-        axes.plot([], [], linestyle="none", label=f"{m.setting}: "
-                  f"{m.seconds / unit.seconds:.2f} × checkpointing's time", **style)  # fmt: skip
+        memory = m.memory / unit.memory
+        label = f"{m.setting}: {m.seconds / unit.seconds:.2f} × checkpointing's time"
+        if memory > 1.5 * right:
+            label += f",\n{memory:.1f} × its memory (right of the picture)"
+        else:
+            errors.mark(memory, 0, markersize=7, **style)
+            right = max(right, memory)
+        axes.plot([], [], linestyle="none", label=label, **style)
     best = report.recommended
     ring = {"marker": "o", "color": "black", "markerfacecolor": "none", "markersize": 15}
     errors.mark(best.memory / unit.memory, best.error, **ring)
@@ -197,12 +202,8 @@ def _settings(axes: Any, report: Report) -> None:
               **{**ring, "markersize": 9})  # fmt: skip
     errors.level(report.max_gradient_error, "max_gradient_error", color=LIMIT, linestyle="--")
     axes.axvline(1, color=GREY, linestyle=":", linewidth=1)
-    axes.set_xlim(0, 1.08 * _largest(m.memory / unit.memory for m in (*adjoint, *exact)))
+    axes.set_xlim(0, 1.08 * right)
     errors.finish(_below(2))
-
-
-def _largest(values: Iterable[float]) -> float:
-    return max(values, default=1.0)
 
 
 def draw_monitor(monitor: Monitor, path: str | Path) -> None:

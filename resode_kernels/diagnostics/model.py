@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from ..replay.surroundings import Surroundings
 from ..states import State, parts, state_like
 from .budget import Budget
-from .calls import Call, recorded, refuse_sharded, stages_of
+from .calls import Call, recorded, refuse_sharded, stages_of, uncompiled
 from .checks import kind
 from .choice import MARGIN
 from .examination import Examination, described
@@ -98,7 +98,7 @@ class ModelProbe:
         return [torch.zeros_like(p) if g is None else g for p, g in pairs], found
 
     def _forward(self) -> Tensor:
-        with torch.enable_grad():
+        with torch.enable_grad(), uncompiled():
             output = self.model(*self.args, **self.kwargs)
             if self.loss is not None:
                 return number(self.loss(output))

@@ -40,10 +40,15 @@ class ModelReport:
     def recommendation(self) -> str:
         """The recommended settings, the error with them, and the call that sets them."""
         chosen = ", ".join(f"{name}: {r.recommended.setting}" for name, r in self.stages.items())
+        error = f"{self.recommended_gradient.error:.1e}, below {self.max_gradient_error:.1e}"
+        exact = all(r.recommended.setting == CHECKPOINT for r in self.stages.values())
+        then = (
+            "The gradients of the model are then exact."
+            if exact
+            else f"The gradient error of the model is then {error} with a margin of {MARGIN:g}."
+        )
         return (
-            f"Recommended: {chosen}. The gradient error of the model is then "
-            f"{self.recommended_gradient.error:.1e}, below {self.max_gradient_error:.1e} with a "
-            f"margin of {MARGIN:g}. Set it by rk.tune(model, batch, loss, "
+            f"Recommended: {chosen}. {then} Set it by rk.tune(model, batch, loss, "
             f"max_gradient_error={self.max_gradient_error:g})."
         )
 

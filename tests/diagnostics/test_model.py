@@ -271,6 +271,26 @@ def test_a_stage_that_is_called_twice_keeps_the_bound_of_the_model() -> None:
     assert 2 * error(model, lambda: model(x).square().mean()) <= 1e-3
 
 
+def test_a_compiled_model_is_not_compiled_again() -> None:
+    compiled: list[Any] = []
+
+    def backend(graph: torch.fx.GraphModule, _: list[Tensor]) -> Callable[..., Any]:
+        compiled.append(graph)
+        return graph.forward
+
+    model = nn.Sequential(nn.Linear(4, 8), rk.MLPStage(8, 8, 4), nn.Linear(8, 1))
+    fast, x = torch.compile(model, backend=backend), torch.randn(3, 4)
+    before = fast(x)
+    count = len(compiled)
+    assert count > 0
+    report = rk.diagnose(fast, x, settings=[Setting()])
+    seen = rk.input_of(model[1], lambda: fast(x))
+    assert torch.equal(seen.x, model[0](x))
+    assert report.gradient == rk.diagnose(model, x, settings=[Setting()]).gradient
+    assert torch.equal(fast(x), before)
+    assert len(compiled) == count
+
+
 def test_frozen_stages_are_left_out_unless_gradients_pass_through_them() -> None:
     model = nn.Sequential(rk.MLPStage(4, 4, 2), nn.Linear(4, 4), rk.MLPStage(4, 4, 2))
     model[0].requires_grad_(False)
