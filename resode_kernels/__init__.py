@@ -13,6 +13,7 @@ from .backends import BackendUnavailableError, MissingKernelsWarning
 from .depth import deepen, untie
 from .diagnostics import (
     GradientErrorWarning,
+    ModelReport,
     Report,
     Setting,
     diagnose,
@@ -31,6 +32,7 @@ __all__ = [
     "LinearStage",
     "MLPStage",
     "MissingKernelsWarning",
+    "ModelReport",
     "NonFiniteReconstructionError",
     "NonFiniteReconstructionWarning",
     "Report",

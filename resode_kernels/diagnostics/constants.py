@@ -23,11 +23,15 @@ import torch
 from .. import reference
 from ..stages import Stage
 from ..states import parts, state_like
+from .budget import Budget, now
 from .trajectory import Trajectory, minus, norm
 
 ITERATIONS = 12
 LAYERS = 8
-"""The number of blocks that power iteration is applied to."""
+"""The number of blocks that power iteration is applied to, at most."""
+EVALUATIONS = 5 * ITERATIONS
+"""The time of a power iteration, in evaluations of a block: about two for a difference and three
+for a vector-Jacobian product."""
 
 
 class Difference(reference.Block):
@@ -89,23 +93,41 @@ class Constants:
     l_theta: float | None
     l_theta_x: float | None
     """L'_θ. Like L_θ it is None unless the scheme is Heun, whose bound needs both."""
+    blocks: int
+    """The number of blocks at which they were estimated."""
+    blocks_wanted: int
+    """The number of blocks at which they are estimated if there is time."""
 
 
-def estimate(trajectory: Trajectory, stage: Stage) -> Constants:
-    """Estimates the constants. To be called inside ``probe.untouched()``."""
+def layers_of(steps: int) -> list[int]:
+    """The blocks for power iteration, evenly in depth: the last, the first, the middle, …"""
+    evenly = list(dict.fromkeys(round(i * (steps - 1) / (LAYERS - 1)) for i in range(LAYERS)))
+    order = (7, 0, 4, 2, 6, 1, 3, 5) if len(evenly) == LAYERS else range(len(evenly) - 1, -1, -1)
+    return [evenly[i] for i in order]
+
+
+def estimate(trajectory: Trajectory, stage: Stage, budget: Budget, evaluation: float) -> Constants:
+    """Estimates the constants, at one block at least and at others while there is time.
+    ``evaluation`` is the time of an evaluation of a block in seconds. To be called inside
+    ``probe.untouched()``."""
     scheme = trajectory.scheme
-    steps = scheme.steps
-    layers = sorted({round(i * (steps - 1) / (LAYERS - 1)) for i in range(LAYERS)}, reverse=True)
+    layers = layers_of(scheme.steps)
     euler = stage.options.scheme == "euler"
     pairs = step_of_weights(stage) if not stage.tied else [(0.0, 1.0)]
     l_f, l_theta, l_theta_x = 0.0, 0.0, 0.0
+    cost, done = EVALUATIONS * evaluation, 0
     for n in layers:
+        if done and not budget.allows(cost):
+            break
+        budget.show("estimating the constants of the theory")
+        begin, done = now(), done + 1
         x, k = trajectory[n], n if euler else 2 * n
         l_f = max(l_f, spectral_norm(scheme.f[n], x, k))
         if not euler and not stage.tied and pairs and pairs[n][0] > 0:
             change = Difference(scheme.f[n + 1], scheme.f[n])
             l_theta = max(l_theta, norm(change.f(x, k)) / pairs[n][0])
             l_theta_x = max(l_theta_x, spectral_norm(change, x, k) / pairs[n][0])
+        cost = now() - begin
     return Constants(
         c_f=trajectory.largest_slope,
         l_f=l_f,
@@ -113,6 +135,8 @@ def estimate(trajectory: Trajectory, stage: Stage) -> Constants:
         relative_smoothness=max((d / s for d, s in pairs if s > 0), default=None),
         l_theta=None if euler else l_theta,
         l_theta_x=None if euler else l_theta_x,
+        blocks=done,
+        blocks_wanted=len(layers),
     )
 
 

@@ -1,4 +1,4 @@
-"""The result of a diagnosis, as text, numbers and a picture."""
+"""The result of a stage's diagnosis, as text, numbers and a picture."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from ..options import ORDERS
+from .choice import MARGIN, NEARBY
 from .constants import Constants
 from .gradients import GradientError
-from .settings import CHECKPOINT, MARGIN, STORED, Measurement, Setting
+from .settings import CHECKPOINT, STORED, Measurement, Setting
 from .trajectory import Layer
 
 WORST = 5
@@ -22,7 +24,8 @@ class Bound:
 
     proposition: int
     layers: list[float] | None
-    """The bound for every n; None if it needs Δ and the blocks differ in shape."""
+    """The bound for every n; None if it needs Δ and the blocks differ in shape, or if there was no
+    time to estimate the constants."""
     measured: list[float]
 
     @property
@@ -32,7 +35,8 @@ class Bound:
 
 @dataclass(frozen=True)
 class Report:
-    """The result of ``diagnose``: ``print`` it, ``plot`` it, or log ``to_dict()``."""
+    """The result of ``diagnose`` for a stage: ``print`` it, ``plot`` it, or log ``to_dict()``. What
+    there was no time for is None, or in ``not_measured``."""
 
     stage: str
     input: str
@@ -40,18 +44,23 @@ class Report:
     step: float
     setting: Setting
     """The stage's own setting. The errors up to ``blocks`` are those with this setting."""
-    layers: list[Layer]
+    layers: list[Layer] | None
     gradient: GradientError
     """The error of all parameter gradients together."""
     input_gradient: GradientError
     parameters: dict[str, GradientError]
     blocks: list[GradientError]
     """The errors of all parameters of block n together; tied: of the one block."""
-    constants: Constants
-    bound: Bound
+    constants: Constants | None
+    bound: Bound | None
     settings: list[Measurement]
+    not_measured: list[Setting]
     max_gradient_error: float
     recommended: Measurement
+    seconds: float
+    """The time that the diagnosis was given."""
+    name: str = "stage"
+    """How the stage is written in Python."""
 
     @property
     def recommendation(self) -> str:
@@ -68,10 +77,12 @@ class Report:
                 if closest is None
                 else f" (smallest error: {closest.error:.1e} with {closest.setting})"
             )
+            measured = "measured " if self.not_measured else ""
             return (
-                "Recommended: checkpoint, which is exact. No reverse rule keeps the gradient error "
-                f"below {limit} with a margin of {MARGIN:g} in less memory than checkpointing"
-                f"{reach}. Set it by stage.configure(backward='checkpoint', anchor_every=None)."
+                f"Recommended: checkpoint, which is exact. No {measured}reverse rule keeps the "
+                f"gradient error below {limit} with a margin of {MARGIN:g} in less memory than "
+                f"checkpointing{reach}. "
+                f"Set it by {self.name}.configure(backward='checkpoint', anchor_every=None)."
             )
         other = self.of(CHECKPOINT)
         options = ", ".join(f"{key}={value!r}" for key, value in best.setting._asdict().items())
@@ -79,34 +90,38 @@ class Report:
             f"Recommended: {best.setting}. Its gradient error is {best.error:.1e}, below {limit} "
             f"with a margin of {MARGIN:g}. It takes {best.seconds / other.seconds:.2f} × the time "
             f"and {best.memory / other.memory:.2f} × the memory of checkpointing. "
-            f"Set it by stage.configure({options})."
+            f"Set it by {self.name}.configure({options})."
         )
 
     def of(self, setting: Setting) -> Measurement:
         """The measurement of a setting."""
-        return next(m for m in self.settings if m.setting == setting)
+        for m in self.settings:
+            if m.setting == setting:
+                return m
+        raise KeyError(
+            f"{setting} was not measured; give it in settings=[...], or more than "
+            f"seconds={self.seconds:g}"
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """Numbers, strings, lists and dicts only."""
         result = asdict(self)
         result["setting"] = str(self.setting)
-        result["layers"] = [layer._asdict() for layer in self.layers]
+        if self.layers is not None:
+            result["layers"] = [layer._asdict() for layer in self.layers]
         for name in ("gradient", "input_gradient"):
             result[name] = getattr(self, name)._asdict()
         result["parameters"] = {name: e._asdict() for name, e in self.parameters.items()}
         result["blocks"] = [e._asdict() for e in self.blocks]
         result["settings"] = [_plain(m) for m in self.settings]
+        result["not_measured"] = [str(setting) for setting in self.not_measured]
         result["recommended"] = _plain(self.recommended)
         result["recommendation"] = self.recommendation
         return result
 
     def plot(self, path: str | Path) -> None:
         """Saves a picture of the report, as PNG or in the format of the path's suffix."""
-        try:
-            from .drawing import draw
-        except ImportError as error:
-            raise ImportError("Report.plot needs matplotlib: pip install matplotlib") from error
-        draw(self, path)
+        drawing().draw(self, path)
 
     def __str__(self) -> str:
         return "\n".join(
@@ -118,19 +133,23 @@ class Report:
                 *self._findings(),
                 "",
                 *self._table(),
+                *self.missing(),
                 "",
                 self.recommendation,
             ]
         )
 
     def _findings(self) -> list[str]:
-        state = max(self.layers, key=lambda layer: layer.state_error)
-        point = max(self.layers, key=lambda layer: layer.point_error)
-        c = self.constants
+        states = points = "not measured"
+        if self.layers is not None:
+            state = max(self.layers, key=lambda layer: layer.state_error)
+            point = max(self.layers, key=lambda layer: layer.point_error)
+            states = f"largest {state.state_error:.1e} (at x[{state.n}])"
+            points = f"largest {point.point_error:.1e} (at x[{point.n}])"
         lines = [
             f"Relative errors with {self.setting}, N = {self.depth}",
-            f"  states                largest {state.state_error:.1e} (at x[{state.n}])",
-            f"  linearization points  largest {point.point_error:.1e} (at x[{point.n}])",
+            f"  states                {states}",
+            f"  linearization points  {points}",
             f"  parameter gradients   {self.gradient.error:.1e} (all parameters together), "
             f"cosine similarity {self.gradient.cosine:.6f}",
             f"  input gradient        {self.input_gradient.error:.1e}",
@@ -145,6 +164,14 @@ class Report:
                 for name, e in worst[:WORST]
             ),
         ]
+        return [*lines, "Conditions of the paper's theory", *self._theory()]
+
+    def _theory(self) -> list[str]:
+        c, bound = self.constants, self.bound
+        measured = "not measured" if bound is None else f"{max(bound.measured):.1e}"
+        lines = [f"  measured error of the states, rule paper    {measured}"]
+        if c is None or bound is None:
+            return ["  estimates of the constants                  not measured", *lines]
         if c.smoothness is None:
             change = "undefined, because the blocks differ in shape"
         elif c.smoothness == 0:
@@ -154,50 +181,92 @@ class Report:
                 "" if c.relative_smoothness is None else f" ({c.relative_smoothness:.0%} of ‖θ‖)"
             )
             change = f"at most {c.smoothness:.2g}{share}"
+        few = f" (at {c.blocks} of {c.blocks_wanted} blocks)" if c.blocks < c.blocks_wanted else ""
         contraction = abs(self.step) * c.l_f
-        limit, prop = self.bound.largest, self.bound.proposition
+        limit = bound.largest
         text = "undefined, because the blocks differ in shape" if limit is None else f"{limit:.1e}"
-        lines += [
-            "Conditions of the paper's theory",
+        return [
             f"  change of the weights from block to block   {change}",
-            f"  estimates of the constants                  L_f ≈ {c.l_f:.3g}, C_f ≈ {c.c_f:.3g}",
+            f"  estimates of the constants                  L_f ≈ {c.l_f:.3g}, C_f ≈ {c.c_f:.3g}"
+            f"{few}",
             f"  h L_f (should be well below 1)              {contraction:.2g}",
-            f"  bound on the states' error, rule paper      {text} (Prop. {prop})",
-            f"  measured error of the states, rule paper    {max(self.bound.measured):.1e}",
+            f"  bound on the states' error, rule paper      {text} (Prop. {bound.proposition})",
+            *lines,
         ]
-        return lines
 
     def _table(self) -> list[str]:
         """One line per rule and order: gradient error and memory for every distance of anchors."""
         unit = self.of(CHECKPOINT).seconds
+        settings = self._in_order()
         spacings = [
             None,
-            *sorted({k for m in self.settings if (k := m.setting.anchor_every)})[::-1],
+            *sorted({k for setting in settings if (k := setting.anchor_every)})[::-1],
         ]
         lines: dict[Setting, dict[int | None, str]] = {}
-        times = {}
+        for setting in settings:
+            lines.setdefault(setting.work, {})[setting.anchor_every] = f"{'–':>8}{'–':>10}"
+        times: dict[Setting, float] = {}
         for m in self.settings:
             error = "exact" if m.setting in (CHECKPOINT, STORED) else f"{m.error:.1e}"
             mark = "*" if m is self.recommended else " "
-            cells = lines.setdefault(m.setting.work, {})
-            cells[m.setting.anchor_every] = f"{error:>8}{mark}{megabytes(m.memory):>9}"
+            cell = f"{error:>8}{mark}{megabytes(m.memory):>9}"
+            lines[m.setting.work][m.setting.anchor_every] = cell
             times[m.setting.work] = m.seconds
         width = max(len(str(work)) for work in lines)
         heads = ["no anchors", *(f"anchors every {k}" for k in spacings[1:])]
         columns = "  ".join([f"{'error':>8} {'memory':>9}"] * len(heads))
+        nearby = "its error covers nearby inputs as well"
+        if not self._covers_nearby:
+            tested = self.recommended.nearby_inputs
+            nearby = f"its error covers {tested} of {NEARBY} nearby inputs"
         return [
             f"{'':<{width}}  {'  '.join(f'{head:>18}' for head in heads)}",
             f"{'setting':<{width}}  {columns}  {'time/step':>11}  vs checkpoint",
             *(
                 f"{work!s:<{width}}  {'  '.join(cells.get(k, ' ' * 18) for k in spacings)}"
-                f"  {1e3 * times[work]:>8,.1f} ms  {times[work] / unit:>11.2f} ×"
+                + (
+                    f"  {1e3 * times[work]:>8,.1f} ms  {times[work] / unit:>11.2f} ×"
+                    if work in times
+                    else f"  {'–':>11}  {'–':>13}"
+                )
                 for work, cells in lines.items()
             ),
             "error: relative error of all parameter gradients together or of the input gradient, "
             "whichever is larger",
             "memory: peak of states and activations in a training step",
-            "*: the recommended setting; its error covers nearby inputs as well",
+            f"*: the recommended setting; {nearby}",
         ]
+
+    def _in_order(self) -> list[Setting]:
+        """All settings that were to be measured: lines of the table by rule and order."""
+        every = [*(m.setting for m in self.settings), *self.not_measured]
+        exact = [setting for setting in every if setting.backward != "adjoint"]
+        rules = list(ORDERS)
+        return [
+            *sorted(
+                (setting for setting in every if setting.backward == "adjoint"),
+                key=lambda s: (rules.index(s.reverse), s.order or ORDERS[s.reverse].default),
+            ),
+            *exact,
+        ]
+
+    @property
+    def _covers_nearby(self) -> bool:
+        best = self.recommended
+        return best.setting == CHECKPOINT or best.nearby_inputs == NEARBY
+
+    def missing(self) -> list[str]:
+        """What the report lacks because there was no time for it."""
+        parts = [
+            *([f"{len(self.not_measured)} settings (–)"] if self.not_measured else []),
+            *(["times after a first run"] if self.of(CHECKPOINT).runs == 1 else []),
+            *(["errors of the states"] if self.layers is None else []),
+            *(["constants of the paper's theory"] if self.constants is None else []),
+            *(["the recommended setting at nearby inputs"] if not self._covers_nearby else []),
+        ]
+        if not parts:
+            return []
+        return [f"Not measured for lack of time, seconds={self.seconds:g}: {', '.join(parts)}"]
 
 
 def _plain(m: Measurement) -> dict[str, Any]:
@@ -208,9 +277,20 @@ def _plain(m: Measurement) -> dict[str, Any]:
         "gradient_cosine": m.gradient.cosine,
         "input_error": m.input.error,
         "nearby_error": m.nearby,
+        "nearby_inputs": m.nearby_inputs,
         "memory": m.memory,
         "seconds": m.seconds,
+        "runs": m.runs,
     }
+
+
+def drawing() -> Any:
+    """The module that plots, which needs matplotlib."""
+    try:
+        from . import drawing as module
+    except ImportError as error:
+        raise ImportError("a plot needs matplotlib: pip install matplotlib") from error
+    return module
 
 
 def megabytes(count: float) -> str:

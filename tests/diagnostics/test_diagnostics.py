@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 import resode_kernels as rk
 from resode_kernels.diagnostics.constants import spectral_norm
+from resode_kernels.diagnostics.measuring import Measurer
 from resode_kernels.diagnostics.probe import Probe
-from resode_kernels.diagnostics.settings import memory
 from resode_kernels.diagnostics.trajectory import ProbedBlock
 
 SETTINGS = [rk.Setting("adjoint", "paper", 1), rk.Setting("adjoint", "refined", 2, 3)]
@@ -68,7 +68,7 @@ KINDS = ["mlp", "tied", "linear", "conv", "modules", "pair"]
 
 
 def diagnose(stage: rk.Stage, x: Any, loss: Any = None, **options: Any) -> rk.Report:
-    return rk.diagnose(stage, x, loss, **{"settings": SETTINGS, "seconds": 0, **options})
+    return rk.diagnose(stage, x, loss, **{"settings": SETTINGS, **options})
 
 
 def gradients(stage: rk.Stage, x: Any, loss: Any, **options: Any) -> dict[str, Tensor]:
@@ -260,7 +260,7 @@ def test_nothing_changes(kind: str, training: bool) -> None:
     before = {name: t.clone() for name, t in stage.state_dict().items()}
     identities = [id(t) for t in (*stage.parameters(), *stage.buffers())]
     options, generator = stage.options, torch.get_rng_state()
-    rk.diagnose(stage, x, settings=SETTINGS, seconds=0)
+    rk.diagnose(stage, x, settings=SETTINGS)
     assert torch.equal(generator, torch.get_rng_state())
     assert stage.options is options
     assert not fired
@@ -318,7 +318,7 @@ def test_random_blocks_are_diagnosed_with_one_draw() -> None:
 
 def test_a_report_prints_plots_and_becomes_a_dict(tmp_path: Path) -> None:
     stage, x = make("mlp")
-    report = rk.diagnose(stage, x, seconds=0)
+    report = rk.diagnose(stage, x)
     text = str(report)
     for word in ("states", "input gradient", "L_f", "Prop. 3", "predicted 3", "anchors every", "*"):
         assert word in text
@@ -335,7 +335,7 @@ def test_a_report_prints_plots_and_becomes_a_dict(tmp_path: Path) -> None:
 
 def test_every_rule_and_order_is_compared_with_and_without_anchors() -> None:
     stage, x = make("mlp")
-    settings = [m.setting for m in rk.diagnose(stage, x, seconds=0).settings]
+    settings = [m.setting for m in rk.diagnose(stage, x).settings]
     orders = [(rule, k) for rule in ("refined", "predicted") for k in (1, 2, 3)]
     for rule in [("paper", 1), *orders]:
         mine = [s for s in settings if (s.reverse, s.order) == rule]
@@ -346,7 +346,7 @@ def test_every_rule_and_order_is_compared_with_and_without_anchors() -> None:
 
 def test_memory_grows_with_anchors_and_stays_below_standard_backprop() -> None:
     stage, x = rk.MLPStage(16, 16, 64), torch.randn(256, 16)
-    found = {m.setting: m.memory for m in rk.diagnose(stage, x, seconds=0).settings}
+    found = {m.setting: m.memory for m in rk.diagnose(stage, x).settings}
     none, eight = (found[rk.Setting("adjoint", "refined", 1, k)] for k in (None, 8))
     assert eight - none == 7 * x.nbytes
     assert none < found[rk.Setting("checkpoint")] < found[rk.Setting("stored")]
@@ -369,10 +369,12 @@ def test_memory_is_near_what_is_allocated(kind: str, low: float, high: float) ->
     x = torch.randn(shape)
     probe = Probe(stage, x)
     cotangent = probe.cotangent(None)
+    measurer = Measurer(probe, cotangent)
     parameters = sum(p.nbytes for p in stage.parameters())
     for setting in (*SETTINGS, rk.Setting("checkpoint"), rk.Setting("stored")):
         most = peak_allocation(partial(probe.gradients, cotangent, **setting._asdict()))
-        assert low < memory(probe, setting) / (most - parameters) < high, setting
+        measurer.measure(setting)
+        assert low < measurer.found[setting][-1] / (most - parameters) < high, setting
 
 
 def test_explosions_are_reported_not_hidden() -> None:
@@ -381,8 +383,3 @@ def test_explosions_are_reported_not_hidden() -> None:
     assert report.gradient.error > 1
     assert "checkpoint" in report.recommendation
     str(report)
-
-
-def test_a_module_that_is_no_stage_is_refused() -> None:
-    with pytest.raises(TypeError, match="stage must be"):
-        rk.diagnose(nn.Linear(3, 3), torch.randn(2, 3))

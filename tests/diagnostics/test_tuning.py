@@ -10,15 +10,11 @@ import torch
 from torch import Tensor, nn
 
 import resode_kernels as rk
-from resode_kernels.diagnostics import settings
+from resode_kernels.diagnostics.budget import Budget, Display
+from resode_kernels.diagnostics.choice import Choice, cheapest
 from resode_kernels.diagnostics.gradients import GradientError
-from resode_kernels.diagnostics.settings import (
-    CHECKPOINT,
-    STORED,
-    Measurement,
-    Setting,
-    cheapest,
-)
+from resode_kernels.diagnostics.probe import Probe
+from resode_kernels.diagnostics.settings import CHECKPOINT, STORED, Measurement, Setting
 
 
 class Transformer(nn.Module):
@@ -84,7 +80,7 @@ def test_the_bound_holds_on_batches_not_seen(
     kind: str, depth: int, step: float | None, bound: float
 ) -> None:
     stage, shape = make(kind, depth, step=step)
-    report = rk.tune(stage, torch.randn(shape), max_gradient_error=bound, seconds=0)
+    report = rk.tune(stage, torch.randn(shape), max_gradient_error=bound)
     assert Setting(*(getattr(stage.options, key) for key in Setting._fields)) == (
         report.recommended.setting
     )
@@ -94,7 +90,7 @@ def test_the_bound_holds_on_batches_not_seen(
 
 def test_a_stage_that_cannot_be_inverted_gets_checkpoints() -> None:
     stage = rk.MLPStage(8, 64, 16, "relu", step=20.0)
-    report = rk.tune(stage, torch.randn(32, 8), seconds=0)
+    report = rk.tune(stage, torch.randn(32, 8))
     assert stage.options.backward == "checkpoint"
     assert report.recommendation.startswith("Recommended: checkpoint, which is exact.")
     assert "No reverse rule keeps the gradient error below 1.0e-02" in report.recommendation
@@ -103,7 +99,7 @@ def test_a_stage_that_cannot_be_inverted_gets_checkpoints() -> None:
 
 def test_an_easy_stage_is_tuned_to_reconstruct_without_anchors() -> None:
     stage = rk.MLPStage(8, 16, 128, tied=True, backward="stored")
-    rk.tune(stage, torch.randn(512, 8), seconds=0.5)
+    rk.tune(stage, torch.randn(512, 8))
     assert (stage.options.backward, stage.options.anchor_every) == ("adjoint", None)
 
 
@@ -114,7 +110,7 @@ def test_the_loss_is_the_users() -> None:
     x[3:] *= 100
     settings = [Setting("adjoint", "paper", 1)]
     tame, wild = (
-        rk.diagnose(stage, x, lambda y, rows=rows: y[rows].sum(), settings=settings, seconds=0)
+        rk.diagnose(stage, x, lambda y, rows=rows: y[rows].sum(), settings=settings)
         for rows in (slice(0, 3), slice(3, 6))
     )
     assert tame.gradient != wild.gradient
@@ -143,7 +139,7 @@ def test_a_stage_is_tuned_inside_its_model() -> None:
     assert torch.equal(seen.x, model.first(x))
     assert not seen.x.requires_grad
     assert not model.stage._forward_pre_hooks
-    report = rk.tune(model.stage, seen.x, args=seen.args, kwargs=seen.kwargs, seconds=0)
+    report = rk.tune(model.stage, seen)
     assert report.recommended.error < 1e-2
     with pytest.raises(RuntimeError, match="did not call the stage"):
         rk.input_of(model.stage, lambda: model.first(x))
@@ -153,20 +149,21 @@ def test_a_setting_that_fails_nearby_is_passed_over(monkeypatch: pytest.MonkeyPa
     """As a kink in f would have it: good at x, bad at an input one per cent away."""
     stage, x = rk.MLPStage(8, 8, 64), torch.randn(32, 8)
     lucky, honest = Setting("adjoint", "predicted", 2), Setting("adjoint", "refined", 3)
-    true = settings.errors
+    probe = Probe(stage, x)
+    found = [measured(lucky, 0.0, 50, 1e-3), measured(honest, 1e-6, 50, 2e-3), FALLBACK]
+    true = Probe.gradients
 
-    def errors(probe: Any, cotangent: Any, exact: Any, setting: Setting) -> Any:
-        if setting == lucky:
-            bad = not torch.equal(probe.x, x)
-            return (GradientError(1.0 if bad else 0.0, 1.0), GradientError(0.0, 1.0))
-        return true(probe, cotangent, exact, setting)
+    def gradients(self: Probe, cotangent: Any, **options: Any) -> Any:
+        result = true(self, cotangent, **options)
+        if options["reverse"] == "predicted" and self is not probe:
+            return result._replace(x=tuple(2 * g for g in result.x))
+        return result
 
-    times = {lucky: 1.0, honest: 2.0, Setting("adjoint", "refined", 1): 2.5, CHECKPOINT: 3.0}
-    monkeypatch.setattr(settings, "errors", errors)
-    monkeypatch.setattr(settings, "_times", lambda *_: times)
-    report = rk.diagnose(stage, x, settings=[lucky, honest], seconds=0)
-    assert report.recommended.setting == honest
-    assert report.of(lucky).error == 1.0
+    monkeypatch.setattr(Probe, "gradients", gradients)
+    choice = Choice(probe, None, found)
+    assert choice.best(1e-2, Budget(60.0, Display("", 60.0))).setting == honest
+    assert choice.measurements[0].error > 0.9
+    assert [m.nearby_inputs for m in choice.measurements] == [3, 3, 0]
 
 
 # ---------------------------------------------------------------------------------------- choice
@@ -272,7 +269,7 @@ def test_a_monitor_warns_when_the_bound_is_left() -> None:
     with rk.monitor(stage, every=1, max_gradient_error=1e-6) as watching:
         with pytest.warns(rk.GradientErrorWarning, match=r"gradient error .* exceeds .*rk.tune"):
             stage(x).sum().backward()
-        rk.tune(stage, x, max_gradient_error=1e-6, seconds=0)
+        rk.tune(stage, x, max_gradient_error=1e-6)
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             stage(x).sum().backward()
