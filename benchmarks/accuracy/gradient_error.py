@@ -91,7 +91,7 @@ def error(stage: rk.Stage, x: Tensor, cotangent: Tensor) -> float:
 
 
 def measure(name: str, stage: rk.Stage, shape: tuple[int, ...], bound: float, batches: int) -> Row:
-    report = rk.tune(stage, torch.randn(shape), max_gradient_error=bound, seconds=2)
+    report = rk.tune(stage, torch.randn(shape), max_gradient_error=bound, seconds=600)
     held_out = max(error(stage, *torch.randn(2, *shape)) for _ in range(batches))
     best, unit = report.recommended, report.of(rk.Setting("checkpoint"))
     return Row(

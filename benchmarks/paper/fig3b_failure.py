@@ -79,7 +79,7 @@ def train_one(job: Job) -> Training:
         first = images.train.batches(job.recipe.batch, torch.Generator().manual_seed(job.seed))
         x, _ = next(first)
         seen = rk.input_of(stage, lambda: model(x.to(job.device)))
-        report = rk.tune(stage, seen.x, max_gradient_error=BOUND, seconds=0)
+        report = rk.tune(stage, seen, max_gradient_error=BOUND)
         setting = str(report.recommended.setting)
     else:
         stage.configure(**{"backward": "adjoint", **WAYS[job.way]})
