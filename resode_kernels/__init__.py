@@ -1,7 +1,7 @@
 """Train residual networks of any depth in constant memory.
 
 A residual stage  x[n+1] = x[n] + h f(x[n], θ[n])  is run backwards in time in the backward pass:
-activations are reconstructed instead of stored. See the README for when that works.
+activations are reconstructed instead of stored. See docs/guide.md for when that works.
 """
 
 from importlib.metadata import version
