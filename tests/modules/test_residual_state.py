@@ -207,10 +207,10 @@ def test_randomness_replays_and_leaves_the_stream_as_standard_training(
 def test_generator_states_are_kept_only_where_randomness_was_used() -> None:
     stage = rk.ResidualStage([dropout(), nn.Tanh(), dropout()])
     y = stage(torch.randn(3, 6, requires_grad=True))
-    used = [[bool(e.generators) for e in b.notes.values()] for b in y.grad_fn.run.blocks]
+    used = [[bool(e.generators) for e in b.evaluations.values()] for b in y.grad_fn.run.blocks]
     assert used == [[True], [False], [True]]
     y = stage.eval()(torch.randn(3, 6, requires_grad=True))
-    assert not any(e.generators for b in y.grad_fn.run.blocks for e in b.notes.values())
+    assert not any(e.generators for b in y.grad_fn.run.blocks for e in b.evaluations.values())
 
 
 # --------------------------------------------------------------------------------------- autocast
