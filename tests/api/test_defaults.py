@@ -88,6 +88,7 @@ def test_stages_with_batch_norm_refine_twice() -> None:
         assert order == (2 if "conv" in kind or "batch norm" in kind else 1), kind
     assert rk.ConvStage(8, 4, order=1).options.method(4).order == 1
     assert rk.ConvStage(8, 4, reverse="predicted").options.method(4).order == 2
+    assert rk.ConvStage(8, 4).configure(step=0.1).options.method(4).order == 2
     assert rk.deepen(rk.ConvStage(8, 4, tied=True), 8).options.method(8).order == 2
 
 
