@@ -64,11 +64,9 @@ class Stage(nn.Module):
         """Every ``forward`` begins with this: at the first training call with certain options, see
         ``defaults.warn_once``. Not under ``torch.compile``, where a warning would split the graph.
         """
-        if (
-            self._checked is self.options
-            or torch.compiler.is_compiling()
-            or not torch.is_grad_enabled()
-        ):
+        if torch.compiler.is_compiling():  # asked first: a guard on what follows would recompile
+            return
+        if self._checked is self.options or not torch.is_grad_enabled():
             return
         self._checked = self.options
         if not self.reverse_is_chosen:
