@@ -53,9 +53,15 @@ def main() -> None:
     model = nn.Sequential(nn.Linear(2, args.width), stage, nn.Linear(args.width, ARMS))
 
     def tune() -> None:
-        points, _ = spirals(args.batch)
-        report = rk.tune(stage, model[0](points), max_gradient_error=BOUND, seconds=0)
-        print(f"rk.tune chose: {report.recommended.setting}", flush=True)
+        points, arms = spirals(args.batch)
+        report = rk.tune(
+            model,
+            points,
+            lambda logits: F.cross_entropy(logits, arms),
+            max_gradient_error=BOUND,
+            seconds=5,
+        )
+        print(f"rk.tune chose: {report.stages['1'].recommended.setting}", flush=True)
 
     if args.backward == "adjoint":
         tune()
@@ -64,7 +70,7 @@ def main() -> None:
 
     optimizer = torch.optim.Adam(model.parameters(), 3e-3)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, args.steps)
-    watching = rk.monitor(stage, every=50, max_gradient_error=BOUND)
+    watching = rk.monitor(model, every=50, max_gradient_error=BOUND)
     start = time.perf_counter()
     for step in range(1, args.steps + 1):
         points, arms = spirals(args.batch)

@@ -72,7 +72,7 @@ def main() -> None:
     )
     optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9, weight_decay=1e-4)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, args.steps)
-    monitors = [rk.monitor(stage, every=50, max_gradient_error=0.05) for stage in stages]
+    monitor = rk.monitor(model, every=50)
     start = time.perf_counter()
     for step in range(1, args.steps + 1):
         batch = torch.randint(1500, (args.batch,))
@@ -95,11 +95,11 @@ def main() -> None:
     with torch.no_grad():
         right = (model(images[test]).argmax(1) == labels[test]).float().mean()
     print(f"\n{right:.1%} of the {len(labels[test])} test images are classified correctly.")
-    worst = max(seen.error for monitor in monitors for seen in monitor.history)
+    worst = max(seen.error for seen in monitor.history)
     print(f"Largest relative gradient error that rk.monitor measured: {worst:.1e}")
     model.train()
-    for stage, monitor in zip(stages, monitors, strict=True):
-        monitor.close()
+    monitor.close()
+    for stage in stages:
         stage.configure(backward="stored")
     with activations(model) as stored:
         model(images[train][batch])

@@ -70,25 +70,29 @@ def main() -> None:
     model = Transformer(args.depth, args.backward)
     optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, args.steps)
-    monitor = rk.monitor(model.stage, every=50, max_gradient_error=BOUND)
+    monitor = rk.monitor(model, every=50, max_gradient_error=BOUND)
     start = time.perf_counter()
     for step in range(1, args.steps + 1):
         first = torch.randint(len(text) - LENGTH, (args.batch, 1))
         piece = text[first + torch.arange(LENGTH + 1)].long()
         with activations(model) as held:
             logits = model(piece[:, :-1])
-        loss = F.cross_entropy(logits.flatten(0, 1), piece[:, 1:].flatten())
+        target = piece[:, 1:].flatten()
+        loss = F.cross_entropy(logits.flatten(0, 1), target)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
         schedule.step()
         last = monitor.last
         if last is not None and last.call == step and last.error > BOUND:
-            seen = rk.input_of(model.stage, lambda: model(piece[:, :-1]))  # noqa: B023
             report = rk.tune(
-                model.stage, seen.x, kwargs=seen.kwargs, max_gradient_error=BOUND, seconds=0
+                model,
+                piece[:, :-1],
+                lambda logits: F.cross_entropy(logits.flatten(0, 1), target),  # noqa: B023
+                max_gradient_error=BOUND,
+                seconds=10,
             )
-            print(f"rk.tune chose: {report.recommended.setting}", flush=True)
+            print(f"rk.tune chose: {report.stages['stage'].recommended.setting}", flush=True)
         if step % 25 == 0 or step in (1, args.steps):
             print(
                 f"step {step:4}/{args.steps}  loss {loss:.3f}  "
