@@ -128,11 +128,11 @@ class Monitor:
         worst = max(probe.gradients(cotangent).errors(exact), key=lambda e: e.error)
         self.history.append(Observation(call, worst.error, worst.cosine, name))
         if not worst.error <= self.max_gradient_error:
-            stage = f"{name} ({type(probe.stage).__name__})" if name else type(probe.stage).__name__
+            stage = f"the stage {name!r} ({type(probe.stage).__name__})" if name else "the stage"
             given = "model, batch, loss" if name else "stage, x"
             warnings.warn(
-                f"training step {call} of {stage}: the relative gradient error {worst.error:.1e} "
-                f"exceeds max_gradient_error={self.max_gradient_error:.1e}; "
+                f"training step {call}: the relative gradient error of {stage} is "
+                f"{worst.error:.1e}, above max_gradient_error={self.max_gradient_error:.1e}; "
                 f"rk.tune({given}, max_gradient_error=...) finds a setting that stays below it",
                 GradientErrorWarning,
                 stacklevel=2,

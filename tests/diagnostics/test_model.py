@@ -358,8 +358,10 @@ def test_a_monitors_warning_names_the_stage() -> None:
         pytest.warns(rk.GradientErrorWarning) as caught,
     ):
         loss(model(x)).backward()
-    for warning, name in zip(caught, ("late (MLPStage)", "early (ResidualStage)"), strict=True):
-        assert f"training step 1 of {name}:" in str(warning.message)
+    named = ("'late' (MLPStage)", "'early' (ResidualStage)")
+    for warning, name in zip(caught, named, strict=True):
+        text = f"training step 1: the relative gradient error of the stage {name} is "
+        assert str(warning.message).startswith(text)
         assert "rk.tune(model, batch, loss, max_gradient_error=...)" in str(warning.message)
 
 
