@@ -1,5 +1,6 @@
-// What the Python modules `resode_kernels_cpu` and `resode_kernels_cuda` have in common: the structs
-// of stage.h as Python classes. Callers pass addresses of contiguous memory that they keep alive.
+// What the Python modules `resode_kernels_cpu` and `resode_kernels_cuda` have in common: the
+// structs of stage.h as Python classes. Callers pass addresses of contiguous memory that they keep
+// alive.
 
 #pragma once
 

@@ -1,5 +1,5 @@
-// The Python module `resode_kernels_cuda`. It checks no arguments, allocates no tensors and does not
-// know torch. It links the CUDA runtime statically and can be imported where there is no GPU.
+// The Python module `resode_kernels_cuda`. It checks no arguments, allocates no tensors and does
+// not know torch. It links the CUDA runtime statically and can be imported where there is no GPU.
 
 #include "../bindings.h"
 #include "fused.h"
