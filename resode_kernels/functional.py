@@ -150,7 +150,7 @@ def run_residual(
         x,
         args,
         kwargs,
-        options.method(depth),
+        options.method(depth, of_modules=True),
         stored=options.backward == "stored",
         combine=combine,
     )

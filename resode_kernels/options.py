@@ -51,7 +51,7 @@ class StageOptions(TypedDict, total=False):
     order         of "refined" (1, 2, …; default 1, of stages with batch norm 2) or "predicted"
                   (1 to 3; default 2)
     anchor_every  k: store the states x[k], x[2k], … and restart the reconstruction at each.
-                  None: store none; with backward="checkpoint": k = √depth
+                  None: store none; with backward="checkpoint": k = √depth, of modules k = 1
     nonfinite     what to do when a reconstructed state is not finite: "raise", "warn", "ignore"
     backend       "auto", "cpp", "cuda", "triton" or "reference"
     """
@@ -136,14 +136,17 @@ class Options:
         """The number of blocks that ``depth`` steps use."""
         return depth + 1 if self.scheme == "heun" else depth
 
-    def method(self, depth: int) -> Method:
+    def method(self, depth: int, *, of_modules: bool = False) -> Method:
+        """``of_modules``: the blocks run as modules. One's activations take many times the memory
+        of a state, so checkpointing keeps every state by default, which saves an evaluation."""
         reverse_rule: str = self.reverse
         anchor_every = self.anchor_every or 0
         if self.backward == "stored":
             reverse_rule, anchor_every = "exact", 1
         elif self.backward == "checkpoint":
             reverse_rule = "exact"
-            anchor_every = min(anchor_every or round(math.sqrt(depth)), depth)
+            default = 1 if of_modules else round(math.sqrt(depth))
+            anchor_every = min(anchor_every or default, depth)
         return Method(
             scheme=self.scheme,
             steps=depth,

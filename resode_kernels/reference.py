@@ -380,21 +380,17 @@ def exact(
     scheme: Scheme, x: Any, anchors: dict[int, Any], last: int = 0, wrt_x: bool = True
 ) -> Iterator[StepPullback]:
     """The pullbacks of the steps N − 1 … ``last``, at the exact states. Each segment of states is
-    computed again, from x = x[0] or from an anchor."""
+    computed again, from x = x[0] or from an anchor, before its steps are differentiated one by
+    one, so that the activations of only one block are held at a time."""
     end = scheme.steps
     for begin, start in sorted({**anchors, 0: x}.items(), reverse=True):
         if end <= last:
             return
-        x, pullbacks = start, []
-        for n in range(begin, end):
-            if n < last:
-                slope = scheme.slope(n, x)
-            else:
-                slope, _, pullback = scheme.linearize(n, x, wrt_x or n > last)
-                pullbacks.append(pullback)
-            x = scheme.combine(x, (scheme.h, slope))
-        while pullbacks:
-            yield pullbacks.pop()
+        states = [start]
+        for n in range(begin, end - 1):
+            states.append(scheme.combine(states[-1], (scheme.h, scheme.slope(n, states[-1]))))
+        for n in reversed(range(max(begin, last), end)):
+            yield scheme.linearize(n, states.pop(), wrt_x or n > last)[2]
         end = begin
 
 

@@ -44,8 +44,8 @@ class Examination:
         self.blocks = [compare(one, true) for one, true in zip(*blocks, strict=True)]
         asked = candidates(stage.depth) if settings is None else list(settings)
         own = [] if self.own in asked else [self.own]
-        checkpointed = self.measurer.found[CHECKPOINT][-1]
-        stored = [STORED] if settings is None and stored_fits(probe, checkpointed) else []
+        fits = stored_fits(probe, self.measurer.block)
+        stored = [STORED] if settings is None and fits else []
         self.settings = list(dict.fromkeys([*own, *asked, CHECKPOINT, *stored]))
         first = most_promising_first(asked) if settings is None else asked
         self.measurer.measure_all([*first, *stored], budget.part(0.6))

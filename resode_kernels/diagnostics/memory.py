@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 from dataclasses import replace
 
@@ -19,20 +18,20 @@ def peak(probe: Probe, setting: Setting, held: int, block: int) -> int:
     """The peak of states and activations, see ``Measurement.memory``. ``held`` is what autograd
     holds between the passes, ``block`` what one evaluation of a block saves (``block_bytes``). In
     addition the reverse pass needs the cotangent. Rules that reconstruct states need the state, p,
-    the history and the activations of one step. Exact ones need a segment of states, or of
-    activations if the blocks are modules. Stages with stacked parameters work on tiles of rows,
+    the history and the activations of one step. Exact ones need a segment of states, and the
+    activations of one step. Stages with stacked parameters work on tiles of rows,
     whose activations and p do not count."""
     stage = probe.stage
     state: int = sum(t.nbytes for t in parts(in_stream(probe.x)))
-    method: Method = replace(stage.options, **setting._asdict()).method(stage.depth)
+    options = replace(stage.options, **setting._asdict())
+    method: Method = options.method(stage.depth, of_modules=stage.runs_modules)
     if setting.backward == "stored" and stage.runs_modules:
         return held + state  # autograd keeps everything
     evaluations = 2 if method.scheme == "heun" else 1
     in_tiles = isinstance(stage, StackedStage)
     activations = 0 if in_tiles else evaluations * block
     if method.reverse_rule == "exact":
-        segment = (activations if stage.runs_modules else state) * method.anchor_every
-        return held + state + max(segment, activations)
+        return held + state + state * method.anchor_every + activations
     history = method.order if method.reverse_rule == "predicted" else 0
     return held + (2 + (not in_tiles) + history) * state + activations
 
@@ -46,10 +45,13 @@ def block_bytes(probe: Probe) -> int:
     return sum(held.values())
 
 
-def stored_fits(probe: Probe, checkpointed: int) -> bool:
-    """Whether standard backprop would take less than half of the free memory, by a generous
-    estimate from the memory of checkpointing."""
-    estimate = checkpointed * math.sqrt(probe.stage.depth)
+def stored_fits(probe: Probe, block: int) -> bool:
+    """Whether standard backprop would take less than half of the free memory, if autograd saves
+    ``block`` bytes for every evaluation."""
+    stage = probe.stage
+    evaluations = 2 if stage.options.scheme == "heun" else 1
+    state: int = sum(t.nbytes for t in parts(in_stream(probe.x)))
+    estimate = stage.depth * evaluations * (block + state)
     device = parts(probe.x)[0].device
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
