@@ -1,4 +1,4 @@
-"""Gradients that raise an error when they are differentiated."""
+"""Tensors that raise an error when they are differentiated."""
 
 from __future__ import annotations
 
@@ -8,26 +8,29 @@ from typing import Any
 import torch
 from torch import Tensor
 
+TWICE = (
+    "resode_kernels: the gradients of a stage cannot be differentiated a second time (double "
+    "backward). If you need that, build the network from plain PyTorch operations."
+)
+
 
 def undifferentiable(
-    gradients: Sequence[Tensor | None], graph: Sequence[Tensor | None]
+    tensors: Sequence[Tensor | None], graph: Sequence[Tensor | None], message: str = TWICE
 ) -> list[Tensor | None]:
-    """The gradients, connected to ``graph`` in autograd's graph. Differentiating them raises an
+    """The tensors, connected to ``graph`` in autograd's graph. Differentiating them raises an
     error."""
     inputs = [t for t in graph if t is not None and t.requires_grad]
-    present = [g for g in gradients if g is not None]
-    guarded = iter(Undifferentiable.apply(len(present), *present, *inputs))
-    return [g if g is None else next(guarded) for g in gradients]
+    present = [t for t in tensors if t is not None]
+    guarded = iter(Undifferentiable.apply(message, len(present), *present, *inputs))
+    return [t if t is None else next(guarded) for t in tensors]
 
 
 class Undifferentiable(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, count: int, *tensors: Tensor) -> tuple[Tensor, ...]:
-        return tuple(gradient.view_as(gradient) for gradient in tensors[:count])
+    def forward(ctx: Any, message: str, count: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.message = message
+        return tuple(tensor.view_as(tensor) for tensor in tensors[:count])
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        raise RuntimeError(
-            "resode_kernels: the gradients of a stage cannot be differentiated a second time "
-            "(double backward). If you need that, build the network from plain PyTorch operations."
-        )
+        raise RuntimeError(ctx.message)

@@ -148,6 +148,7 @@ def untouched(
     before = [(stage, stage.options) for stage in options]
     parameters, slots = trainable([module])
     aliases = [nn.Parameter(p.detach()) for p in parameters]
+    stand_ins = [(slot, aliases[slot.number]) for slot in slots[module]]
     numbers = {p: i for i, p in enumerate(parameters)}
     named = {name: aliases[numbers[p]] for name, p in module.named_parameters() if p in numbers}
     buffers = [(m, key, b) for m in module.modules() for key, b in m._buffers.items()]
@@ -161,7 +162,7 @@ def untouched(
         with (
             torch.inference_mode(False),
             around.restored(generators),
-            standing_in(aliases, slots[module], modes),
+            standing_in(stand_ins, modes),
         ):
             yield named
     finally:

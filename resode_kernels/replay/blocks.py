@@ -15,42 +15,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from .. import reference
 from ..states import State, parts, state_like
-from .parameters import is_sharded
+from ..undifferentiable import undifferentiable
+from . import verification
+from .calls import Call, RepeatedCall, described
+from .parameters import Slot, is_sharded, standing_in
 from .surroundings import Surroundings
-
-
-class Call:
-    """A call ``module(x, *args, **kwargs)``, the same for every block of a stage, with x in the
-    dtypes of the stage's input. The tensors among the arguments are held only inside ``filled``."""
-
-    def __init__(self, x: State, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self.dtypes = [t.dtype for t in parts(x)]
-        leaves, self.tree = tree_flatten((args, kwargs))
-        self.leaves = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-        self.places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
-        self.tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-
-    @contextmanager
-    def filled(self, tensors: Sequence[Tensor]) -> Iterator[None]:
-        leaves = list(self.leaves)
-        for place, tensor in zip(self.places, tensors, strict=True):
-            leaves[place] = tensor
-        self.args, self.kwargs = tree_unflatten(leaves, self.tree)
-        try:
-            yield
-        finally:
-            del self.args, self.kwargs
-
-    def given(self, x: State) -> Any:
-        """The state in the dtypes in which modules receive it."""
-        return state_like(x, [t.to(dtype) for t, dtype in zip(parts(x), self.dtypes, strict=True)])
-
-    def __call__(self, module: nn.Module, given: Any) -> Any:
-        return module(given, *self.args, **self.kwargs)
+from .turns import turns
 
 
 def as_states(x: State, y: Sequence[Tensor]) -> Any:
@@ -70,7 +43,8 @@ class PlainBlock(reference.Block):
     def evaluate(self, given: Any) -> Any:
         """The module's output. Its errors name the block."""
         try:
-            return self.call(self.module, given)
+            with turns.shared():
+                return self.call(self.module, given)
         except Exception as error:
             shapes = ", ".join(str(list(t.shape)) for t in parts(given))
             note = f"raised by {self} of a stage, for a state of the shape {shapes}"
@@ -114,12 +88,11 @@ class PlainBlock(reference.Block):
         return result
 
 
-def described(value: object) -> str:
-    if isinstance(value, Tensor):
-        return f"a tensor of {value.dtype}"
-    if isinstance(value, tuple):
-        return f"a tuple of {len(value)}"
-    return "None" if value is None else f"a {type(value).__name__}"
+INSIDE = (
+    "resode_kernels: this loss depends on a tensor that a forward hook of {block} saw inside a "
+    "stage. It has no gradient, because the stage keeps no graph of its blocks. Take the loss from "
+    "the stage's output, split the stage where the tensor is needed, or use backward='stored'"
+)
 
 
 class Evaluation(NamedTuple):
@@ -135,16 +108,24 @@ class Evaluation(NamedTuple):
 class ReplayedBlock(PlainBlock):
     """A module whose evaluations are recorded the first time and replayed from then on."""
 
-    def __init__(self, index: int, module: nn.Module, call: Call, around: Surroundings) -> None:
+    def __init__(
+        self, index: int, module: nn.Module, call: RepeatedCall, around: Surroundings, run: object
+    ) -> None:
         super().__init__(index, module, call)
-        self.around = around
+        self.call: RepeatedCall = call
+        self.around, self.run = around, run
         self.evaluations: dict[int, Evaluation] = {}
         modules = list(module.modules())
         self.sharded = any(map(is_sharded, modules))
+        self.hooked = any(m._forward_hooks for m in modules) and not self.sharded
         self.modes = [(m, m.training) for m in modules]
         self.keys = [(m, key) for m in modules for key, b in m._buffers.items() if b is not None]
+        self.stand_ins: list[tuple[Slot, nn.Parameter]] = []
+        """What a backward pass puts into the module, and where."""
         self.inputs: list[Tensor] = []
         """The tensors, besides the state, for which a backward pass computes gradients."""
+        self.leaves: list[Tensor] = []
+        """All arguments and parameters in the backward pass."""
 
     def repeats(self, k: int, j: int) -> bool:
         return not any(any(self.evaluations[i]) for i in (k, j))
@@ -156,23 +137,39 @@ class ReplayedBlock(PlainBlock):
             return as_states(x, parts(self.evaluate(self.call.given(x))))
 
     def record(self, x: State, k: int) -> Any:
-        generators = self.around.generators()
-        buffers = {
-            (m, key): (buffer, buffer._version, buffer.clone())
-            for m, key, buffer in self.buffers()
-            if not isinstance(m, _NormBase)
-        }
-        y = super().f(x, k)
-        after = self.around.generators()
-        self.evaluations[k] = Evaluation(
-            {d: state for d, state in generators.items() if not torch.equal(state, after[d])},
-            {
-                (m, key): before
-                for (m, key), (buffer, version, before) in buffers.items()
-                if m._buffers[key] is not buffer or buffer._version != version
-            },
-        )
+        with turns.alone(self.run):
+            generators = self.around.generators()
+            buffers = {
+                (m, key): (buffer, buffer._version, buffer.clone())
+                for m, key, buffer in self.buffers()
+                if not isinstance(m, _NormBase)
+            }
+            y = super().f(x, k)
+            after = self.around.generators()
+            self.evaluations[k] = Evaluation(
+                {d: state for d, state in generators.items() if not torch.equal(state, after[d])},
+                {
+                    (m, key): before
+                    for (m, key), (buffer, version, before) in buffers.items()
+                    if m._buffers[key] is not buffer or buffer._version != version
+                },
+            )
+            if not self.hooked and not verification.is_verified(self.module, self.call):
+                self.call.refuse_changes()
+                verification.verify(self, x, k, y)
         return y
+
+    def evaluate(self, given: Any) -> Any:
+        """With forward hooks in the forward pass: hooks may keep what they see, but it has no
+        gradient, because no graph leads to it. So they see tensors that refuse to have one."""
+        if not self.hooked or torch.is_grad_enabled():
+            return super().evaluate(given)
+        with torch.enable_grad():
+            guarded = undifferentiable(
+                parts(given), [torch.zeros((), requires_grad=True)], INSIDE.format(block=self)
+            )
+            y = super().evaluate(state_like(given, guarded))
+        return state_like(y, [t.detach() if isinstance(t, Tensor) else t for t in parts(y)])
 
     def buffers(self) -> list[tuple[nn.Module, str, Tensor]]:
         return [(m, key, m._buffers[key]) for m, key in self.keys]  # type: ignore[misc]
@@ -186,7 +183,7 @@ class ReplayedBlock(PlainBlock):
             return self.f(x, k), lambda g: (None, ())
         with torch.enable_grad(), self.as_at(k):
             y = parts(self.evaluate(given))
-        self.refuse_foreign_leaves(y, inputs)
+        self.refuse_foreign_leaves(y, (*states, *self.leaves))
 
         def pullback(g: State) -> tuple[Any, tuple[Tensor | None, ...]]:
             outputs = [
@@ -196,7 +193,7 @@ class ReplayedBlock(PlainBlock):
             ]
             if not outputs:
                 return None, (None,) * len(self.inputs)
-            with self.buffers_at(k):  # a checkpoint inside the module reruns it now
+            with self.placed(k):  # a checkpoint inside the module reruns it now
                 grads = self.vjp([t for t, _ in outputs], [g for _, g in outputs], inputs)
             return state_like(x, grads[: len(states)]) if wrt_x else None, grads[len(states) :]
 
@@ -216,7 +213,14 @@ class ReplayedBlock(PlainBlock):
 
     @contextmanager
     def as_at(self, k: int) -> Iterator[None]:
-        with self.around.restored(self.evaluations[k].generators), self.buffers_at(k):
+        with self.placed(k), self.around.restored(self.evaluations[k].generators):
+            yield
+
+    @contextmanager
+    def placed(self, k: int) -> Iterator[None]:
+        """Context with the module as it was before evaluation k, with stand-ins, for this run
+        alone."""
+        with turns.alone(self.run), standing_in(self.stand_ins, self.modes), self.buffers_at(k):
             yield
 
     @contextmanager
@@ -232,11 +236,11 @@ class ReplayedBlock(PlainBlock):
             for m, key, buffer in now:
                 m._buffers[key] = buffer
 
-    def refuse_foreign_leaves(self, y: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
-        """Raises if y depends on a leaf whose gradient would be lost."""
+    def refuse_foreign_leaves(self, y: Sequence[Tensor], leaves: Sequence[Tensor]) -> None:
+        """Raises if y depends on any other leaf, whose gradient would be lost."""
         if self.sharded:  # ``backward()`` reaches every leaf
             return
-        known = {id(t) for t in inputs}
+        known = {id(t) for t in leaves}
         for leaf in leaves_of(y):
             if id(leaf) not in known:
                 raise RuntimeError(

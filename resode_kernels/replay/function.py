@@ -1,11 +1,11 @@
 """The ``autograd.Function`` of a stage whose blocks are modules, run by the reference's passes.
 
 Every state, argument and trainable parameter is an input of the Function and every gradient is
-returned from it: no nested ``backward()``, no writes to ``.grad``. Autograd computes the VJP of a
-block with respect to *stand-ins*: detached aliases that the modules hold instead of their
-parameters during the backward pass. Therefore hooks on the parameters see the finished gradient,
-once. (Blocks that are FSDP units of their own are the exception: FSDP assigns the gradients of
-their parameters.)
+returned from it: no nested ``backward()``, no writes to ``.grad``. For the VJP of a block,
+parameters that have hooks or that are no longer those of the forward pass are replaced by
+*stand-ins*, detached aliases. Therefore hooks on the parameters see the finished gradient, once.
+(Blocks that are FSDP units of their own are the exception: FSDP assigns the gradients of their
+parameters.)
 """
 
 from __future__ import annotations
@@ -15,15 +15,18 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 
 from .. import nonfinite, reference
 from ..options import Method
 from ..states import State, in_stream, parts, state_like
 from ..uncompiled import uncompiled
 from ..undifferentiable import undifferentiable
-from .blocks import Call, PlainBlock, ReplayedBlock
-from .parameters import Slot, is_sharded, standing_in, trainable
+from .blocks import PlainBlock, ReplayedBlock
+from .calls import Call, RepeatedCall
+from .parameters import Slot, is_sharded, stand_ins_for, trainable
 from .surroundings import Surroundings
+from .turns import turns
 
 
 class Gradients(list[Any]):
@@ -42,17 +45,18 @@ class Run:
         modules: Sequence[nn.Module],
         method: Method,
         x: State,
-        call: Call,
+        call: RepeatedCall,
         slots: dict[nn.Module, list[Slot]],
         combine: reference.Combine,
     ) -> None:
         self.method, self.call = method, call
         self.kind = state_like(x, [None for _ in parts(x)])
         around = Surroundings(x)
+        outermost = turns.run() or self  # if a block of another stage runs this one, that stage's
         distinct: dict[nn.Module, ReplayedBlock] = {}
         for n, module in enumerate(modules):
             if module not in distinct:
-                distinct[module] = ReplayedBlock(n, module, call, around)
+                distinct[module] = ReplayedBlock(n, module, call, around, outermost)
         self.blocks = [distinct[module] for module in modules]
         self.slots = {distinct[module]: places for module, places in slots.items()}
         self.scheme = reference.SCHEMES[method.scheme](self.blocks, method.step, combine)
@@ -116,10 +120,6 @@ class Run:
     ) -> Gradients:
         """The gradients of the Function's inputs, where they are needed."""
         states_need, arguments_need, parameters_need = self.split(needs)
-        stand_ins = [
-            nn.Parameter(p.detach(), requires_grad=need)
-            for p, need in zip(parameters, parameters_need, strict=True)
-        ]
         aliases = [
             t.detach().requires_grad_() if need else t.detach()
             for t, need in zip(arguments, arguments_need, strict=True)
@@ -130,11 +130,15 @@ class Run:
         offset += len(arguments)
         wanted: dict[reference.Block, list[int]] = {}
         for block, slots in self.slots.items():
-            own = dict.fromkeys(slot.number for slot in slots if parameters_need[slot.number])
-            wanted[block] = [*numbers, *(offset + i for i in own)]
+            stand_ins = stand_ins_for(slots, parameters, parameters_need, all_of=block.sharded)
+            block.stand_ins = [(s, stand_ins[s.number]) for s in slots if s.number in stand_ins]
+            own = {s.number: stand_ins.get(s.number, parameters[s.number]) for s in slots}
+            block.leaves = [*aliases, *own.values()]
+            inputs = [(i, p) for i, p in own.items() if parameters_need[i]]
+            wanted[block] = [*numbers, *(offset + i for i, _ in inputs)]
             block.inputs = [
                 *(t for t, need in zip(aliases, arguments_need, strict=True) if need),
-                *(stand_ins[i] for i in own),
+                *(p for _, p in inputs),
             ]
         gradients = Gradients([None] * len(needs))
 
@@ -159,18 +163,11 @@ class Run:
                 watch,
             )
         try:
-            with (
-                self.call.filled(aliases),
-                standing_in(
-                    stand_ins,
-                    [slot for slots in self.slots.values() for slot in slots],
-                    [mode for block in self.slots for mode in block.modes],
-                ),
-            ):
+            with self.call.filled(aliases):
                 g = reference.reverse(pullbacks, cotangent, add)
         finally:
             for block in self.slots:
-                block.inputs = []
+                block.inputs, block.leaves, block.stand_ins = [], [], []
         if extremes is not None:
             nonfinite.report(self.method, extremes.last(), start)
         for i, need in enumerate(states_need):
@@ -221,6 +218,13 @@ class ResidualFunction(torch.autograd.Function):
         return None, *gradients
 
 
+def is_transformed() -> bool:
+    """Whether forward-mode derivatives or transforms of ``torch.func`` are active, which
+    differentiate PyTorch's operations one by one."""
+    functorch: bool = torch._C._are_functorch_transforms_active()
+    return functorch or forward_ad._current_level >= 0
+
+
 @uncompiled
 def run(
     modules: Sequence[nn.Module],
@@ -231,23 +235,25 @@ def run(
     stored: bool,
     combine: reference.Combine = reference.combine,
 ) -> Any:
-    """Runs a stage whose blocks are ``modules``. ``stored``: plain autograd, nothing is replayed.
-    ``combine`` updates the states."""
+    """Runs a stage whose blocks are ``modules``. ``stored``: plain autograd, nothing is replayed;
+    so it is under transforms of ``torch.func``. ``combine`` updates the states."""
     grad = torch.is_grad_enabled()
     # Inference mode is left, because in-place changes of tensors cannot be detected in it.
     with torch.inference_mode(False), torch.set_grad_enabled(grad):
         x = state_like(x, [t.clone() if t.is_inference() else t for t in parts(x)])
-        call = Call(x, args, kwargs)
-        if grad and stored:
-            combine = reference.combine  # autograd differentiates PyTorch's additions, not a kernel
+        stored = stored or is_transformed()
+        if stored:
+            combine = reference.combine  # torch differentiates its own additions, not a kernel
         if grad and not stored:
-            parameters, slots = trainable(modules)
+            call = RepeatedCall(x, args, kwargs)
+            with turns.shared():
+                parameters, slots = trainable(modules)
+                run = Run(modules, method, x, call, slots, combine)
             tensors = (*parts(x), *call.tensors, *parameters)
             if any(t.requires_grad for t in tensors):
                 call.tensors = []
-                run = Run(modules, method, x, call, slots, combine)
                 return ResidualFunction.apply(run, *tensors)
-        blocks = [PlainBlock(n, module, call) for n, module in enumerate(modules)]
+        plain = Call(x, args, kwargs)
+        blocks = [PlainBlock(n, module, plain) for n, module in enumerate(modules)]
         scheme = reference.SCHEMES[method.scheme](blocks, method.step, combine)
-        with call.filled(call.tensors):
-            return call.given(reference.forward(scheme, in_stream(x))[0])
+        return plain.given(reference.forward(scheme, in_stream(x))[0])

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 
-from torch import nn
+from torch import Tensor, nn
 
 
 class Slot(NamedTuple):
@@ -43,24 +43,41 @@ def trainable(
     return list(numbers), slots
 
 
+def stand_ins_for(
+    slots: Sequence[Slot],
+    saved: Sequence[Tensor],
+    needs: Sequence[bool],
+    all_of: bool,
+) -> dict[int, nn.Parameter]:
+    """Stand-ins for the parameters in some slots, by number: detached aliases of what the forward
+    pass saved. Where the parameter itself will do there is none, so that threads may use the module
+    meanwhile. It will not if it has hooks, which are to see only the finished gradient, if it was
+    replaced since the forward pass, or if ``all_of`` them are asked for."""
+    result: dict[int, nn.Parameter] = {}
+    for slot in slots:
+        now = slot.owner._parameters.get(slot.name)
+        will_do = now is not None and now is saved[slot.number] and now.requires_grad
+        if all_of or not will_do or saved[slot.number]._backward_hooks:
+            result[slot.number] = nn.Parameter(saved[slot.number].detach(), needs[slot.number])
+    return result
+
+
 @contextmanager
 def standing_in(
-    parameters: Sequence[nn.Parameter],
-    slots: Sequence[Slot],
-    modes: Sequence[tuple[nn.Module, bool]],
+    stand_ins: Sequence[tuple[Slot, nn.Parameter]], modes: Sequence[tuple[nn.Module, bool]]
 ) -> Iterator[None]:
-    """Context with ``parameters`` in the slots and the modules in the given train/eval modes."""
-    now = [(slot, slot.owner._parameters[slot.name]) for slot in slots]
+    """Context with the stand-ins in their slots and the modules in the given train/eval modes."""
+    now = [(slot, slot.owner._parameters[slot.name]) for slot, _ in stand_ins]
     changed = [(m, mode) for m, mode in modes if m.training != mode]
     try:
-        for slot in slots:
-            slot.put(parameters[slot.number])
+        for slot, parameter in stand_ins:
+            slot.put(parameter)
         for m, mode in changed:
             m.training = mode
         yield
     finally:
-        for slot, parameter in now:
-            slot.put(parameter)
+        for slot, own in now:
+            slot.put(own)
         for m, mode in changed:
             m.training = not mode
 
