@@ -118,6 +118,14 @@ def kind(name: str, tensor: Tensor, x: Tensor, dtype: torch.dtype | None) -> tor
     return dtype
 
 
+def fused_stream(x: Tensor, options: Options) -> None:
+    if options.stream == "input" and x.dtype not in (torch.float32, torch.float64):
+        raise ValueError(
+            f"stream='input' asks for states in {x.dtype}, like x, but the kernels keep them in "
+            "float32: leave out stream, or use a ResidualStage, whose blocks are modules"
+        )
+
+
 def images(x: Tensor, blocks: Sequence[Sequence[tuple[Tensor | None, ...]]]) -> None:
     if floating("x", x).dim() != 4:
         raise ValueError(

@@ -152,6 +152,7 @@ def run_residual(
         kwargs,
         options.method(depth, of_modules=True),
         stored=options.backward == "stored",
+        stream=options.stream,
         combine=combine,
     )
     return result
@@ -188,6 +189,7 @@ def run_conv(
     """x[N] and the batch statistics (``Problem.statistics``). A block is a list of layers, whose
     fields are those of ``ConvLayer``, not stacked."""
     checks.images(x, blocks)
+    checks.fused_stream(x, options)
     method = options.method(checks.steps(depth, len(blocks), options))
     parameters = tuple(tensor for block in blocks for layer in block for tensor in layer)
     problem = Problem("conv", activation, parameters, method, len(blocks[0]), epsilon)
@@ -210,6 +212,7 @@ def _run(
     tensors, shapes = zip(*parameters.values(), strict=True)
     blocks, dim = shapes[0][0], shapes[0][-1]
     checks.rows(x, dim, parameters)
+    checks.fused_stream(x, options)
     method = options.method(checks.steps(depth, blocks, options))
     backend = backends.choose(options.backend, x.device, x.dtype)
     problem = Problem(block, activation, tuple(tensors), method)

@@ -12,6 +12,7 @@ from typing_extensions import TypedDict
 Scheme = Literal["euler", "heun"]
 Backward = Literal["adjoint", "stored", "checkpoint"]
 ReverseRule = Literal["paper", "refined", "predicted"]
+Stream = Literal["float32", "input"]
 NonFinite = Literal["raise", "warn", "ignore"]
 BackendName = Literal["auto", "cpp", "cuda", "triton", "reference"]
 
@@ -52,6 +53,8 @@ class StageOptions(TypedDict, total=False):
                   (1 to 3; default 2)
     anchor_every  k: store the states x[k], x[2k], … and restart the reconstruction at each.
                   None: store none; with backward="checkpoint": k = √depth, of modules k = 1
+    stream        "float32": states are float32, or float64 like x; "input": they are of x's dtype,
+                  also float16 and bfloat16 (stages of modules)
     nonfinite     what to do when a reconstructed state is not finite: "raise", "warn", "ignore"
     backend       "auto", "cpp", "cuda", "triton" or "reference"
     """
@@ -62,6 +65,7 @@ class StageOptions(TypedDict, total=False):
     reverse: ReverseRule
     order: int | None
     anchor_every: int | None
+    stream: Stream
     nonfinite: NonFinite
     backend: BackendName
 
@@ -79,6 +83,7 @@ class Options:
     reverse: ReverseRule = "refined"
     order: int | None = None
     anchor_every: int | None = None
+    stream: Stream = "float32"
     nonfinite: NonFinite = "raise"
     backend: BackendName = "auto"
 
@@ -86,6 +91,7 @@ class Options:
         choice("scheme", self.scheme, get_args(Scheme))
         choice("backward", self.backward, get_args(Backward))
         choice("reverse", self.reverse, get_args(ReverseRule))
+        choice("stream", self.stream, get_args(Stream))
         choice("nonfinite", self.nonfinite, get_args(NonFinite))
         choice("backend", self.backend, get_args(BackendName))
         if self.step is not None and not (

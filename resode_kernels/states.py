@@ -22,10 +22,12 @@ def state_like(x: Any, tensors: Sequence[Any]) -> Any:
 
 
 def stream_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of states and cotangents inside a stage: float32 at least."""
+    """The dtype of states and cotangents in a stage with ``stream="float32"``: float32 at least."""
     return torch.promote_types(dtype, torch.float32)
 
 
-def in_stream(x: State) -> Any:
-    """The input of a stage as the state x[0], in the dtype of the stream."""
+def in_stream(x: State, stream: str = "float32") -> Any:
+    """The input of a stage as the state x[0], in the dtype of the option ``stream``."""
+    if stream == "input":
+        return x
     return state_like(x, [t.to(stream_dtype(t.dtype)) for t in parts(x)])

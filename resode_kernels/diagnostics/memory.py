@@ -9,7 +9,7 @@ import torch
 
 from ..options import Method
 from ..stages import StackedStage
-from ..states import in_stream, parts
+from ..states import parts
 from .probe import Probe, saved_bytes
 from .settings import Setting
 
@@ -22,7 +22,7 @@ def peak(probe: Probe, setting: Setting, held: int, block: int) -> int:
     activations of one step. Stages with stacked parameters work on tiles of rows,
     whose activations and p do not count."""
     stage = probe.stage
-    state: int = sum(t.nbytes for t in parts(in_stream(probe.x)))
+    state: int = sum(t.nbytes for t in parts(probe.in_stream(probe.x)))
     options = replace(stage.options, **setting._asdict())
     method: Method = options.method(stage.depth, of_modules=stage.runs_modules)
     if setting.backward == "stored" and stage.runs_modules:
@@ -41,7 +41,7 @@ def block_bytes(probe: Probe) -> int:
     with probe.untouched() as named, torch.enable_grad():
         known = {t.untyped_storage().data_ptr() for t in named.values()}
         with saved_bytes(known) as held:
-            probe.evaluate(0, in_stream(probe.x))
+            probe.evaluate(0, probe.in_stream(probe.x))
     return sum(held.values())
 
 
@@ -50,7 +50,7 @@ def stored_fits(probe: Probe, block: int) -> bool:
     ``block`` bytes for every evaluation."""
     stage = probe.stage
     evaluations = 2 if stage.options.scheme == "heun" else 1
-    state: int = sum(t.nbytes for t in parts(in_stream(probe.x)))
+    state: int = sum(t.nbytes for t in parts(probe.in_stream(probe.x)))
     estimate = stage.depth * evaluations * (block + state)
     device = parts(probe.x)[0].device
     if device.type == "cuda":

@@ -113,9 +113,13 @@ class Probe:
 
     def evaluate(self, n: int, x: Any) -> Any:
         """f_n(x), from a state to a state."""
-        return in_stream(
+        return self.in_stream(
             self.stage.residual(n, state_like(x, self.given(x)), *self.args, **self.kwargs)
         )
+
+    def in_stream(self, x: Any) -> Any:
+        """x in the dtype in which the stage keeps its states."""
+        return in_stream(x, self.stage.options.stream)
 
     def evaluation_time(self) -> float:
         """The seconds that an evaluation of a block takes in PyTorch: the least of three, because
@@ -124,7 +128,7 @@ class Probe:
         with self.untouched(), torch.no_grad():
             for _ in range(3):
                 begin = self.time()
-                self.evaluate(0, in_stream(self.x))
+                self.evaluate(0, self.in_stream(self.x))
                 times.append(self.time() - begin)
         return min(times)
 

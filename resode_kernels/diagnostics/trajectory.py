@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from .. import reference
-from ..states import in_stream, parts, state_like
+from ..states import parts, state_like
 from .gradients import relative
 from .probe import Probe
 
@@ -85,7 +85,7 @@ class Trajectory:
         blocks = self.blocks * stage.options.blocks(stage.depth) if stage.tied else self.blocks
         self.scheme = reference.SCHEMES[method.scheme](blocks, method.step)
         self.every = max(1, round(math.sqrt(stage.depth)))
-        start = in_stream(probe.x)
+        start = probe.in_stream(probe.x)
         self.end, kept = reference.forward(self.scheme, start, self.every)
         self.kept = {0: start, **kept}
         self.segment: dict[int, Any] = {}

@@ -47,9 +47,10 @@ class Run:
         x: State,
         call: RepeatedCall,
         slots: dict[nn.Module, list[Slot]],
+        stream: str,
         combine: reference.Combine,
     ) -> None:
-        self.method, self.call = method, call
+        self.method, self.call, self.stream = method, call, stream
         self.kind = state_like(x, [None for _ in parts(x)])
         around = Surroundings(x)
         outermost = turns.run() or self  # if a block of another stage runs this one, that stage's
@@ -92,7 +93,7 @@ class Run:
         torch.set_autocast_cache_enabled(False)  # see Surroundings.autocast_as_it_was
         try:
             with self.call.filled(arguments):
-                x = in_stream(state_like(self.kind, states))
+                x = in_stream(state_like(self.kind, states), self.stream)
                 return reference.forward(self.scheme, x, self.method.anchor_every)
         finally:
             torch.set_autocast_cache_enabled(cache)
@@ -199,14 +200,15 @@ class ResidualFunction(torch.autograd.Function):
         with torch.no_grad():
             states = [t.detach() for t in saved[:end]]
             start, *anchors = (
-                in_stream(state_like(run.kind, states[i : i + width])) for i in range(0, end, width)
+                in_stream(state_like(run.kind, states[i : i + width]), run.stream)
+                for i in range(0, end, width)
             )
             gradients: list[Tensor | None] = run.backward(
                 start,
                 dict(zip(ctx.anchor_steps, anchors, strict=True)),
                 arguments,
                 parameters,
-                in_stream(state_like(run.kind, cotangents)),
+                in_stream(state_like(run.kind, cotangents), run.stream),
                 ctx.needs_input_grad[1:],
             )
             gradients = [
@@ -233,10 +235,12 @@ def run(
     kwargs: dict[str, Any],
     method: Method,
     stored: bool,
+    stream: str = "float32",
     combine: reference.Combine = reference.combine,
 ) -> Any:
     """Runs a stage whose blocks are ``modules``. ``stored``: plain autograd, nothing is replayed;
-    so it is under transforms of ``torch.func``. ``combine`` updates the states."""
+    so it is under transforms of ``torch.func``. ``stream`` says in which dtype states are kept,
+    and ``combine`` updates them."""
     grad = torch.is_grad_enabled()
     # Inference mode is left, because in-place changes of tensors cannot be detected in it.
     with torch.inference_mode(False), torch.set_grad_enabled(grad):
@@ -248,7 +252,7 @@ def run(
             call = RepeatedCall(x, args, kwargs)
             with turns.shared():
                 parameters, slots = trainable(modules)
-                run = Run(modules, method, x, call, slots, combine)
+                run = Run(modules, method, x, call, slots, stream, combine)
             tensors = (*parts(x), *call.tensors, *parameters)
             if any(t.requires_grad for t in tensors):
                 call.tensors = []
@@ -256,4 +260,4 @@ def run(
         plain = Call(x, args, kwargs)
         blocks = [PlainBlock(n, module, plain) for n, module in enumerate(modules)]
         scheme = reference.SCHEMES[method.scheme](blocks, method.step, combine)
-        return plain.given(reference.forward(scheme, in_stream(x))[0])
+        return plain.given(reference.forward(scheme, in_stream(x, stream))[0])

@@ -14,7 +14,7 @@ from .. import checks, functional
 from ..defaults import BatchNormOptions
 from ..interpolation import module_at
 from ..options import Options, StageOptions, documents_options
-from ..states import State
+from ..states import State, in_stream, parts, state_like
 from .base import Stage
 
 
@@ -75,7 +75,12 @@ class ResidualStage(Stage):
 
 def residual_branch(block: nn.Module) -> ResidualBranch:
     """The residual function f(x, …) = block(x, …) − x of a block that keeps the shape of x. With
-    ``step=1.0`` a stage of such branches computes the same function as the stack of blocks."""
+    ``step=1.0`` a stage of such branches computes what the stack of blocks does, up to rounding
+    errors of float32, also where the blocks compute in float16 or bfloat16.
+
+    All blocks of a stage get the same arguments. Where a model gives its layers different ones
+    (masks or rotary embeddings by kind of layer) or leaves some layers out at random, make a stage
+    for each run of layers that are called alike."""
     return ResidualBranch(block)
 
 
@@ -86,6 +91,6 @@ class ResidualBranch(nn.Module):
 
     def forward(self, x: Any, *args: Any, **kwargs: Any) -> Any:
         y = self.block(x, *args, **kwargs)
-        if isinstance(x, tuple):
-            return tuple(new - old for new, old in zip(y, x, strict=True))
-        return y - x
+        # Subtracted in float32 at least: the stage adds in it, and so finds y again.
+        f = [in_stream(new) - in_stream(old) for new, old in zip(parts(y), parts(x), strict=True)]
+        return state_like(x, f)

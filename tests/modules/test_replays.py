@@ -317,3 +317,54 @@ def test_forward_mode_and_transforms() -> None:
         exact = torch.autograd.grad(stage(x[i]).sin().sum(), list(stage.parameters()))
         for got, true in zip(samples.values(), exact, strict=True):
             torch.testing.assert_close(got[i], true)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_the_stream_may_have_the_dtype_of_the_input(dtype: torch.dtype) -> None:
+    """Then a stage adds what plain PyTorch adds, bit for bit."""
+    blocks = [nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8)).to(dtype) for _ in range(12)]
+    x, g = torch.randn(2, 16, 8).to(dtype)
+    leaf = x.requires_grad_()
+    stage = rk.ResidualStage(blocks, step=1.0, stream="input", backward="checkpoint")
+    expected = leaf
+    for block in blocks:
+        expected = expected + block(expected)
+    y = stage(leaf)
+    assert torch.equal(y, expected)
+    inputs = [leaf, *stage.parameters()]
+    for got, true in zip(
+        torch.autograd.grad(y, inputs, g), torch.autograd.grad(expected, inputs, g), strict=True
+    ):
+        assert torch.equal(got, true)
+    wider = stage.configure(stream="float32")(leaf)
+    assert torch.equal(wider, expected) == (dtype == torch.float32)
+
+    def memory(stream: str) -> int:
+        report = rk.diagnose(stage.configure(stream=stream), x.detach(), settings=[])
+        return next(m.memory for m in report.settings if m.setting.backward == "checkpoint")
+
+    assert (memory("input") < memory("float32")) == (dtype != torch.float32)
+
+
+def test_kernels_keep_their_stream() -> None:
+    stage = rk.MLPStage(8, 8, 3, stream="input")
+    assert stage(torch.randn(2, 8)).dtype == torch.float32
+    with pytest.raises(ValueError, match=r"stream='input' asks for states in torch\.bfloat16"):
+        stage.bfloat16()(torch.randn(2, 8, dtype=torch.bfloat16))
+    with pytest.raises(ValueError, match="stream must be one of 'float32', 'input'"):
+        rk.MLPStage(8, 8, 3, stream="bfloat16")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_a_stage_of_branches_is_the_same_network(dtype: torch.dtype) -> None:
+    """With h = 1 it returns what the stack of layers does, whose sums are rounded to 16 bits."""
+    layers = [
+        nn.TransformerEncoderLayer(32, 4, 64, 0.0, batch_first=True, norm_first=True).to(dtype)
+        for _ in range(12)
+    ]
+    x = torch.randn(2, 8, 32).to(dtype)
+    stage = rk.ResidualStage([rk.residual_branch(layer) for layer in layers], step=1.0)
+    y = x
+    for layer in layers:
+        y = layer(y)
+    assert torch.equal(stage(x), y)
