@@ -56,7 +56,7 @@ def deepen(stage: AnyStage, depth: int, *, interpolation: str = "nearest") -> An
     get their own. The docstring of the module ``depth`` says what is kept and what optimizers need.
     """
     _check(stage)
-    positive_int("depth", depth)
+    depth = positive_int("depth", depth)
     choice("interpolation", interpolation, INTERPOLATIONS)
     options = stage.options
     if options.step is not None:

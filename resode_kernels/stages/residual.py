@@ -51,6 +51,7 @@ class ResidualStage(Stage):
         self.blocks = nn.ModuleList(modules[:1] if tied else modules)
 
     def forward(self, x: State, *args: Any, **kwargs: Any) -> State:
+        self.refuse_changes(len(self.blocks))
         self.warn_of_defaults()
         return functional.run_residual(list(self.blocks), x, args, kwargs, self.depth, self.options)
 
