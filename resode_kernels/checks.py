@@ -103,29 +103,27 @@ def rows(x: Tensor, dim: int, parameters: Parameters) -> None:
             f"x must have {dim} as its last dimension, like the parameters, "
             f"but has the shape {list(x.shape)}"
         )
-    dtype = None
+    device, dtype = x.device, None
     for name, (value, shape) in parameters.items():
         if value is None and name in OPTIONAL:
             continue
         tensor = a_tensor(name, value)
-        if tuple(tensor.shape) != shape:
+        if tensor.shape != shape:
             raise ValueError(f"{name} must have the shape {list(shape)}, not {list(tensor.shape)}")
         if 0 in shape:
             raise ValueError(f"{name} must not be empty, but has the shape {list(shape)}")
-        dtype = kind(name, tensor, x, dtype)
+        if tensor.dtype is not dtype or tensor.device != device:  # otherwise like those before
+            dtype = kind(name, tensor, x, dtype)
 
 
 def kind(name: str, tensor: Tensor, x: Tensor, dtype: torch.dtype | None) -> torch.dtype:
     """Checks dtype and device. Returns the dtype that all parameters must share."""
-    dtype = dtype or tensor.dtype
-    if tensor.dtype not in DTYPES or tensor.dtype != dtype:
-        raise TypeError(
-            f"{name} is {tensor.dtype}; all parameters must share one floating-point dtype"
-        )
-    if (tensor.dtype == torch.float64) != (x.dtype == torch.float64):
-        raise TypeError(
-            f"{name} is {tensor.dtype} and x is {x.dtype}: if one is float64, both must be"
-        )
+    own = tensor.dtype
+    dtype = dtype or own
+    if own not in DTYPES or own != dtype:
+        raise TypeError(f"{name} is {own}; all parameters must share one floating-point dtype")
+    if (own == torch.float64) != (x.dtype == torch.float64):
+        raise TypeError(f"{name} is {own} and x is {x.dtype}: if one is float64, both must be")
     if tensor.device != x.device:
         raise ValueError(
             f"{name} is on {tensor.device}, but x is on {x.device}; move both to one device"

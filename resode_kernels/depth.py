@@ -90,6 +90,7 @@ def _check(stage: object) -> None:
             f"stage must be a stage of resode_kernels, not a {type(stage).__name__}; "
             "give the stage inside your model, and replace it there by the result"
         )
+    stage.refuse_changes()
 
 
 def _places(options: Options, old: int, new: int) -> list[Fraction]:

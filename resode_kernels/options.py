@@ -205,9 +205,12 @@ LARGEST = 2**31 - 1
 
 def integer(name: str, value: object, at_least: int) -> int:
     """The value as Python's int. NumPy's integers are integers, booleans are not."""
-    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
+    if type(value) is int:  # asked first: it is ten times as fast
+        result = value
+    elif isinstance(value, bool) or not isinstance(value, numbers.Integral):
         raise TypeError(f"{name} must be an int, not {given(value)}")
-    result = operator.index(value)
+    else:
+        result = operator.index(value)
     if result < at_least:
         raise ValueError(f"{name} must be at least {at_least}, not {result}")
     if result > LARGEST:
@@ -233,7 +236,7 @@ def number(
     try:
         result = float(value)
     except OverflowError:
-        result = math.inf if value > 0 else -math.inf
+        result = math.inf
     if math.isnan(result) or (finite and math.isinf(result)):
         raise ValueError(f"{name} must be a {'finite ' if finite else ''}number, not {value}")
     if above is not None and result <= above:

@@ -20,8 +20,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from ..replay.surroundings import Surroundings
 from ..options import given
+from ..replay.surroundings import Surroundings
 from ..states import State, parts, state_like
 from .budget import Budget
 from .calls import Call, recorded, refuse_sharded, stages_of, uncompiled

@@ -14,6 +14,7 @@ from typing_extensions import Unpack
 from .. import defaults
 from ..interpolation import tensor_at
 from ..options import Options, StageOptions, flag, given, positive_int
+from .known import tensor_of
 
 
 class Stage(nn.Module):
@@ -60,9 +61,13 @@ class Stage(nn.Module):
         self.reverse_is_chosen |= defaults.chooses_reverse(options)
         return self
 
-    def refuse_changes(self, blocks: int) -> None:
-        """Every ``forward`` begins with this. Options, depth and ``blocks``, the number of blocks
-        that are there, may have been changed after the stage was made. They must fit each other."""
+    def count_blocks(self) -> int:
+        """The number of blocks that are there; ``num_blocks`` is the number that there must be."""
+        raise NotImplementedError
+
+    def refuse_changes(self) -> None:
+        """Every ``forward`` begins with this. Options, depth and blocks may have been changed after
+        the stage was made. They must fit each other."""
         if not isinstance(self.options, Options):
             raise TypeError(
                 f"stage.options must be Options, not {given(self.options)}: change options with "
@@ -70,6 +75,7 @@ class Stage(nn.Module):
             )
         positive_int("stage.depth", self.depth)
         flag("stage.tied", self.tied)
+        blocks = self.count_blocks()
         if blocks != self.num_blocks:
             raise ValueError(
                 f"this {type(self).__name__} has {blocks} blocks now, but tied={self.tied}, "
@@ -113,8 +119,8 @@ class Fixed:
     def __set__(self, stage: Any, value: Any) -> None:
         if self.name in stage.__dict__:
             raise AttributeError(
-                f"{self.name} of a {type(stage).__name__} cannot be changed after it was made; make "
-                f"a new stage with {self.name}={value!r}"
+                f"{self.name} of a {type(stage).__name__} cannot be changed after it was made: "
+                f"make a new stage with {self.name}={value!r}"
             )
         stage.__dict__[self.name] = value
 
@@ -125,11 +131,11 @@ class StackedStage(Stage):
     stacked: ClassVar[tuple[str, ...]]
     """The names of the parameters. Any parameter may be None."""
 
-    def refuse_changed_shapes(self) -> None:
-        """``refuse_changes`` by the first parameter; ``functional`` compares the others with it."""
-        first = getattr(self, self.stacked[0])
-        if isinstance(first, Tensor) and first.dim() == 3:
-            self.refuse_changes(first.shape[0])
+    def count_blocks(self) -> int:
+        """Those of the first parameter. ``functional`` compares the others with it, and refuses
+        what is not a tensor of three dimensions."""
+        first = tensor_of(self, self.stacked[0])
+        return first.shape[0] if isinstance(first, Tensor) and first.dim() == 3 else self.num_blocks
 
     def by_block(self, named: Mapping[str, Tensor]) -> list[list[Tensor]]:
         return [[tensor[n] for tensor in named.values()] for n in range(self.num_blocks)]

@@ -217,9 +217,14 @@ class ConvStage(ResidualStage):
         self.channels, self.block, self.hidden = channels, block, hidden
 
     def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
-        self.refuse_changes(len(self.blocks))
+        self.refuse_changes()
         self.warn_of_defaults()
         known = self._known()
+        if not isinstance(known, str):
+            blocks = [[layer.constants for layer in layers] for layers in known]
+            if reason := self._unlike(known):
+                checks.images(x, blocks)  # each by itself must fit
+                known = reason
         if isinstance(known, str):
             if self.options.backend not in ("auto", "reference"):
                 raise backends.BackendUnavailableError(
@@ -228,7 +233,6 @@ class ConvStage(ResidualStage):
                 )
             result: Tensor = super().forward(x)  # type: ignore[assignment]
             return result
-        blocks = [[layer.constants for layer in block] for block in known]
         depth = self.depth if self.tied else None
         y, statistics = functional.run_conv(
             x, blocks, self.activation, known[0][0].bn.eps, depth, self.options
@@ -238,7 +242,8 @@ class ConvStage(ResidualStage):
 
     @property
     def runs_modules(self) -> bool:
-        return isinstance(self._known(), str)
+        known = self._known()
+        return isinstance(known, str) or self._unlike(known) is not None
 
     @property
     def activation(self) -> str:
@@ -252,23 +257,31 @@ class ConvStage(ResidualStage):
             block.activation = activation  # type: ignore[assignment]
 
     def _known(self) -> list[list[Layer]] | str:
-        """The layers of every block if the kernels know the blocks, otherwise what was changed."""
+        """The layers of all blocks if the kernels know each of them, otherwise what was changed."""
         if global_hooks():
             return "hooks are registered for all modules"
-        blocks: list[list[Layer]] = []
-        first = None
+        blocks = []
         for n, block in enumerate(self.blocks):
             layers = known_layers(block)
             if isinstance(layers, str):
                 return f"block {n} {layers}"
+            blocks.append(layers)
+        return blocks
+
+    def _unlike(self, known: list[list[Layer]]) -> str | None:
+        """Why the kernels cannot run these blocks together, or None."""
+        first = None
+        for n, (block, layers) in enumerate(zip(self.blocks, known, strict=True)):
             own = block.activation, [(bn.eps, weight.shape) for _, bn, weight, *_ in layers]
             first = first or own
             if own != first:
-                return f"block {n} has another activation, eps or other shapes than block 0"
-            blocks.append(layers)
-        if len({bn.eps for _, bn, *_ in blocks[0]}) > 1:
+                return f"block {n} differs from block 0 in its activation, eps or shapes"
+            for _, _, weight, _, _, *running in layers:
+                if any(t is not None and t.shape != weight.shape[:1] for t in running):
+                    return f"block {n} has running statistics of another size"
+        if len({layer.bn.eps for layer in known[0]}) > 1:
             return "its batch norms differ in eps"
-        return blocks
+        return None
 
     @torch.no_grad()
     def _move_statistics(self, blocks: list[list[Layer]], statistics: Tensor) -> None:

@@ -47,7 +47,7 @@ class LinearStage(StackedStage):
         init_linear(self.weight)
 
     def forward(self, x: Tensor) -> Tensor:
-        self.refuse_changed_shapes()
+        self.refuse_changes()
         self.warn_of_defaults()
         return functional.run_linear(x, self.weight, self.depth, self.options)
 

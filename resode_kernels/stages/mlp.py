@@ -12,6 +12,7 @@ from .. import checks, functional, reference
 from ..defaults import KINKED, SmoothOptions
 from ..options import Options, StageOptions, choice, documents_options, flag, positive_int
 from .base import Fixed, StackedStage, init_linear
+from .known import tensor_of
 
 
 @documents_options
@@ -63,11 +64,10 @@ class MLPStage(StackedStage):
             init_linear(weight, bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        self.refuse_changed_shapes()
+        self.refuse_changes()
         self.warn_of_defaults()
-        return functional.run_mlp(
-            x, self.w1, self.b1, self.w2, self.b2, self.activation, self.depth, self.options
-        )
+        theta: Any = [tensor_of(self, name) for name in self.stacked]
+        return functional.run_mlp(x, *theta, self.activation, self.depth, self.options)
 
     def residual(self, n: int, x: Any, *args: Any, **kwargs: Any) -> Any:
         theta = [self.in_block(n, p, x) for p in (self.w1, self.b1, self.w2, self.b2)]

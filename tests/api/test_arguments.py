@@ -1,5 +1,5 @@
-"""Every argument of the public API that is of a wrong kind or out of range is refused by an error of
-the package, before torch or pybind11 meets it; every number is a number, also NumPy's."""
+"""Every argument of the public API that is of a wrong kind or out of range is refused by an error
+of the package, before torch or pybind11 meets it; every number is a number, also NumPy's."""
 
 from __future__ import annotations
 
