@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.modules import module as torch_module
 
 HARMLESS = ("_compiled_call_impl",)  # of block.compile(), which computes the same
@@ -52,13 +52,12 @@ class Known:
         return None
 
 
-def tensor_of(module: nn.Module, name: str) -> Tensor | None:
+def tensor_of(module: nn.Module, name: str) -> Any:
     """A parameter or buffer, or a tensor in its place. Faster than ``getattr(module, name)``."""
     for group in (module._parameters, module._buffers):
         if name in group:
             return group[name]
-    result: Tensor | None = getattr(module, name)
-    return result
+    return getattr(module, name)
 
 
 def global_hooks() -> bool:

@@ -66,8 +66,8 @@ class MLPStage(StackedStage):
     def forward(self, x: Tensor) -> Tensor:
         self.refuse_changes()
         self.warn_of_defaults()
-        theta: Any = [tensor_of(self, name) for name in self.stacked]
-        return functional.run_mlp(x, *theta, self.activation, self.depth, self.options)
+        w1, b1, w2, b2 = (tensor_of(self, name) for name in self.stacked)
+        return functional.run_mlp(x, w1, b1, w2, b2, self.activation, self.depth, self.options)
 
     def residual(self, n: int, x: Any, *args: Any, **kwargs: Any) -> Any:
         theta = [self.in_block(n, p, x) for p in (self.w1, self.b1, self.w2, self.b2)]
