@@ -152,6 +152,23 @@ def test_missing_or_stale_kernels_are_told_once(tmp_path: Path, module: str, rea
         python("-c", refused, cwd=tmp_path, PYTHONPATH=path)
 
 
+def test_kernels_for_another_processor_or_python_are_told(tmp_path: Path) -> None:
+    info = ("-m", "resode_kernels", "info")
+    source = f"INTERFACE = {native.INTERFACE}\nbuilt = lambda: ['avx1024']\nsupported = lambda: []"
+    path = modules_in(tmp_path, resode_kernels_cpu=source)
+    reason = "the kernels were built for avx1024, which this processor does not run"
+    assert reason in python(*info, cwd=tmp_path, PYTHONPATH=path).stdout
+    run = python("-W", "always", "-c", CALL, cwd=tmp_path, PYTHONPATH=path)
+    assert "MissingKernelsWarning" in run.stderr
+    assert reason in run.stderr
+
+    report = '{"cpu": {"suffix": ".cpython-399-x86_64-linux-gnu.so"}}'
+    (tmp_path / "resode_kernels_build.json").write_text(report)
+    path = modules_in(tmp_path, resode_kernels_cpu="raise ImportError('no such module')")
+    out = python(*info, cwd=tmp_path, PYTHONPATH=path).stdout
+    assert "built for another Python (they end in .cpython-399-x86_64-linux-gnu.so, this" in out
+
+
 def test_what_was_not_built_is_reported_with_the_reason(tmp_path: Path) -> None:
     reason = "no C++ compiler found"
     (tmp_path / "resode_kernels_build.json").write_text(f'{{"cpu": {{"error": "{reason}"}}}}')
