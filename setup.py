@@ -26,9 +26,7 @@ import build_kernels  # noqa: E402
 
 REPORT = "resode_kernels_build.json"
 BUILD = ROOT / "build" / f"kernels{build_kernels.SUFFIX.removesuffix('.so')}"
-WRITABLE = all(
-    os.access(path, os.W_OK) for path in (ROOT, *BUILD.parents[:1], BUILD) if path.exists()
-)
+WRITABLE = all(os.access(path, os.W_OK) for path in (ROOT, BUILD.parent, BUILD) if path.exists())
 
 
 class BuildKernels(build_ext):

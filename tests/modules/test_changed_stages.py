@@ -223,6 +223,16 @@ def test_the_activation_of_a_stage_is_that_of_its_blocks() -> None:
         stage(X)
 
 
+def test_compiled_stages_follow_changes() -> None:
+    """Except for hooks: torch.compile does not look for new ones, in any module."""
+    torch.compiler.reset()
+    stage = conv_stage()
+    compiled = torch.compile(stage, backend="aot_eager")
+    assert torch.equal(compiled(X), stage(X))
+    MODULES["forward of a convolution"](stage.blocks[1])
+    torch.testing.assert_close(compiled(X), plain(stage)(X))
+
+
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda s: pickle.loads(pickle.dumps(s))])
 def test_copies_keep_changes(copied: Callable[[rk.ConvStage], rk.ConvStage]) -> None:
     stage = conv_stage()
