@@ -60,7 +60,8 @@ def test_narrow_stages_get_vectors_that_they_fill() -> None:
         problem = Problem("linear", "identity", tuple(parameters), Options().method(4))
         x = torch.zeros(8, dim, dtype=dtype)
         stage = native.stage_of(cpp._C, problem, parameters, x)
-        return str(cpp._C.plan(stage, native.forward_of(cpp._C, ForwardIO(x, x, x, x))).instruction_set)
+        plan = cpp._C.plan(stage, native.forward_of(cpp._C, ForwardIO(x, x, x, x)))
+        return str(plan.instruction_set)
 
     supported, in_use = cpp._C.supported(), cpp._C.selected()
     cpp._C.select("auto")
