@@ -11,6 +11,7 @@ import json
 import os
 import shutil
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ import build_kernels  # noqa: E402
 
 REPORT = "resode_kernels_build.json"
 BUILD = ROOT / "build" / f"kernels{build_kernels.SUFFIX.removesuffix('.so')}"
+WRITABLE = all(os.access(path, os.W_OK) for path in (ROOT, BUILD.parent, BUILD) if path.exists())
 
 
 class BuildKernels(build_ext):
@@ -33,8 +35,7 @@ class BuildKernels(build_ext):
     def build_extensions(self) -> None:
         target = Path(self.build_lib).resolve()
         # Not build_temp, which pip makes anew for every editable installation.
-        writable = os.access(ROOT, os.W_OK)
-        directory = BUILD if writable else Path(self.build_temp).resolve()
+        directory = BUILD if WRITABLE else Path(self.build_temp).resolve()
         try:
             report = build_kernels.build(directory)
         except build_kernels.BuildError as error:
@@ -76,8 +77,14 @@ class EditableWheel(editable_wheel):
         return result
 
 
+options = {}
+if not WRITABLE:  # sources of another user, or on a medium that is read-only
+    scratch = tempfile.mkdtemp(prefix="resode_kernels-")
+    build_kernels.say(f"{ROOT} cannot be written to; building in {scratch}")
+    options = {"build": {"build_base": scratch}, "egg_info": {"egg_base": scratch}}
 modules = [name.split(".")[0] for name in build_kernels.MODULES.values()]
 setup(
     ext_modules=[Extension(module, sources=[]) for module in modules],
     cmdclass={"build_ext": BuildKernels, "editable_wheel": EditableWheel},
+    options=options,
 )

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from .options import Options, positive_int
+from .options import Options, given, positive_int
 from .problem import ConvLayer
 
 DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
@@ -37,7 +37,7 @@ def block_list(blocks: Blocks, depth: int | None, options: Options) -> list[nn.M
             raise ValueError("depth: blocks is one module; give the number of steps that it serves")
         modules = [blocks]
     else:
-        raise TypeError(f"blocks must be a list of modules or one module, not {type(blocks)}")
+        raise TypeError(f"blocks must be a list of modules or one module, not {given(blocks)}")
     for n, module in enumerate(modules):
         if not isinstance(module, nn.Module):
             raise TypeError(f"blocks[{n}] must be an nn.Module, not {module!r}")
@@ -47,6 +47,7 @@ def block_list(blocks: Blocks, depth: int | None, options: Options) -> list[nn.M
 
 
 def steps(depth: int | None, blocks: int, options: Options) -> int:
+    """The number of steps that so many blocks take."""
     if depth is None:
         depth = blocks - (options.blocks(1) - 1)
         if depth < 1:
@@ -54,7 +55,7 @@ def steps(depth: int | None, blocks: int, options: Options) -> int:
                 f"depth: {blocks} block(s) are too few for a step of scheme={options.scheme!r}; "
                 "to tie one block over several steps, give depth"
             )
-    positive_int("depth", depth)
+    depth = positive_int("depth", depth)
     if blocks not in (1, options.blocks(depth)):
         raise ValueError(
             f"depth={depth} with scheme={options.scheme!r} takes {options.blocks(depth)} blocks "
@@ -64,9 +65,23 @@ def steps(depth: int | None, blocks: int, options: Options) -> int:
 
 
 def a_tensor(name: str, value: object) -> Tensor:
+    """A tensor of numbers in memory. Errors about shapes come later: nested tensors have none."""
     if not isinstance(value, Tensor):
-        raise TypeError(f"{name} must be a tensor, not {value if value is None else type(value)}")
+        raise TypeError(f"{name} must be a tensor, not {given(value)}")
+    if value.layout is not torch.strided or value.is_nested:
+        layout, convert = str(value.layout).replace("torch.", "").strip("_"), "to_dense()"
+        if value.is_nested:
+            layout, convert = "nested", "to_padded_tensor(0.0)"
+        raise TypeError(f"{name} must be a dense tensor, not a {layout} one: give its {convert}")
     return value
+
+
+def parameter_dtype(dtype: object) -> None:
+    if dtype is not None and dtype not in DTYPES:
+        raise TypeError(
+            f"dtype must be one of {', '.join(map(str, DTYPES))} or None, not "
+            f"{dtype if isinstance(dtype, torch.dtype) else given(dtype)}"
+        )
 
 
 def floating(name: str, value: object) -> Tensor:
@@ -88,29 +103,27 @@ def rows(x: Tensor, dim: int, parameters: Parameters) -> None:
             f"x must have {dim} as its last dimension, like the parameters, "
             f"but has the shape {list(x.shape)}"
         )
-    dtype = None
+    device, dtype = x.device, None
     for name, (value, shape) in parameters.items():
         if value is None and name in OPTIONAL:
             continue
         tensor = a_tensor(name, value)
-        if tuple(tensor.shape) != shape:
+        if tensor.shape != shape:
             raise ValueError(f"{name} must have the shape {list(shape)}, not {list(tensor.shape)}")
         if 0 in shape:
             raise ValueError(f"{name} must not be empty, but has the shape {list(shape)}")
-        dtype = kind(name, tensor, x, dtype)
+        if tensor.dtype is not dtype or tensor.device != device:  # otherwise like those before
+            dtype = kind(name, tensor, x, dtype)
 
 
 def kind(name: str, tensor: Tensor, x: Tensor, dtype: torch.dtype | None) -> torch.dtype:
     """Checks dtype and device. Returns the dtype that all parameters must share."""
-    dtype = dtype or tensor.dtype
-    if tensor.dtype not in DTYPES or tensor.dtype != dtype:
-        raise TypeError(
-            f"{name} is {tensor.dtype}; all parameters must share one floating-point dtype"
-        )
-    if (tensor.dtype == torch.float64) != (x.dtype == torch.float64):
-        raise TypeError(
-            f"{name} is {tensor.dtype} and x is {x.dtype}: if one is float64, both must be"
-        )
+    own = tensor.dtype
+    dtype = dtype or own
+    if own not in DTYPES or own != dtype:
+        raise TypeError(f"{name} is {own}; all parameters must share one floating-point dtype")
+    if (own == torch.float64) != (x.dtype == torch.float64):
+        raise TypeError(f"{name} is {own} and x is {x.dtype}: if one is float64, both must be")
     if tensor.device != x.device:
         raise ValueError(
             f"{name} is on {tensor.device}, but x is on {x.device}; move both to one device"
@@ -126,6 +139,41 @@ def fused_stream(x: Tensor, options: Options) -> None:
         )
 
 
+def conv_layers(layers: object) -> list[ConvLayer]:
+    """The layers of ``conv_stage``, which may be given as plain tuples."""
+    if not isinstance(layers, list | tuple) or isinstance(layers, ConvLayer):
+        raise TypeError(f"layers must be a list of rk.functional.ConvLayer, not {given(layers)}")
+    if len(layers) not in (2, 3):
+        raise ValueError(f"layers: a block has 2 or 3 layers, not {len(layers)}")
+    result = []
+    for i, layer in enumerate(layers):
+        if not isinstance(layer, list | tuple) or not 1 <= len(layer) <= len(ConvLayer._fields):
+            raise TypeError(
+                f"layers[{i}] must be a rk.functional.ConvLayer or a tuple of its fields "
+                f"({', '.join(ConvLayer._fields)}), not {given(layer)}"
+            )
+        result.append(ConvLayer(*layer))
+        if a_tensor(f"layers[{i}].weight", layer[0]).dim() != 5:
+            raise ValueError(
+                f"layers[{i}].weight must have the shape [blocks, out, in, size, size], "
+                f"not {list(layer[0].shape)}"
+            )
+    count = result[0].weight.shape[0]
+    if count == 0:
+        raise ValueError("layers[0].weight must not be empty")
+    for i, layer in enumerate(result):
+        for name, value in layer._asdict().items():
+            if value is None:
+                continue
+            tensor = a_tensor(f"layers[{i}].{name}", value)
+            if tensor.dim() == 0 or tensor.shape[0] != count:
+                raise ValueError(
+                    f"layers[{i}].{name} must be stacked over {count} blocks, as the first weight "
+                    f"is, but has the shape {list(tensor.shape)}"
+                )
+    return result
+
+
 def images(x: Tensor, blocks: Sequence[Sequence[tuple[Tensor | None, ...]]]) -> None:
     if floating("x", x).dim() != 4:
         raise ValueError(
@@ -136,12 +184,18 @@ def images(x: Tensor, blocks: Sequence[Sequence[tuple[Tensor | None, ...]]]) -> 
         channels = x.shape[1]
         for i, layer in enumerate(block):
             weight = a_tensor(f"the weight of block {n}, layer {i + 1}", layer[0])
+            if weight.dim() != 4 or 0 in weight.shape:
+                raise ValueError(
+                    f"the weight of block {n}, layer {i + 1} must have the shape [out, in, size, "
+                    f"size] and not be empty, but has the shape {list(weight.shape)}"
+                )
             out, size = weight.shape[0], weight.shape[-1]
             shapes = ((out, channels, size, size), *[(out,)] * 4)
             for what, shape, tensor in zip(ConvLayer._fields, shapes, layer, strict=True):
                 if tensor is None:
                     continue
                 name = f"{what} of block {n}, layer {i + 1}"
+                a_tensor(name, tensor)
                 if tuple(tensor.shape) != shape or size not in (1, 3):
                     raise ValueError(
                         f"{name} must have the shape {list(shape)} (size 1 or 3) to match x and "

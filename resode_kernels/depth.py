@@ -56,7 +56,7 @@ def deepen(stage: AnyStage, depth: int, *, interpolation: str = "nearest") -> An
     get their own. The docstring of the module ``depth`` says what is kept and what optimizers need.
     """
     _check(stage)
-    positive_int("depth", depth)
+    depth = positive_int("depth", depth)
     choice("interpolation", interpolation, INTERPOLATIONS)
     options = stage.options
     if options.step is not None:
@@ -90,6 +90,7 @@ def _check(stage: object) -> None:
             f"stage must be a stage of resode_kernels, not a {type(stage).__name__}; "
             "give the stage inside your model, and replace it there by the result"
         )
+    stage.refuse_changes()
 
 
 def _places(options: Options, old: int, new: int) -> list[Fraction]:

@@ -13,7 +13,7 @@ from typing_extensions import Unpack
 from . import backends, checks, reference
 from .defaults import BatchNormOptions
 from .fused import autograd
-from .options import Options, StageOptions, choice
+from .options import Options, StageOptions, choice, number
 from .problem import ConvLayer, Problem
 from .replay import function
 from .states import State, parts
@@ -43,7 +43,6 @@ def mlp_stage(
                 with one block, the block is tied: it serves every step
     returns     [..., dim], in x's dtype
     """
-    choice("activation", activation, ACTIVATIONS)
     return run_mlp(x, w1, b1, w2, b2, activation, depth, Options.of(options))
 
 
@@ -72,31 +71,15 @@ def conv_stage(
     """Residual steps with f(x) = u_L, u_0 = x and u_l = bn_l(W_l ∗ σ(u_{l−1})).
 
     x           [images, channels, height, width] in any memory format
-    layers      the L layers of a block, 2 or 3
+    layers      the L layers of a block, 2 or 3: ``ConvLayer``s, or tuples of their fields
     activation  σ, one of ``functional.ACTIVATIONS``
     depth       as in ``mlp_stage``
     returns     as x
     """
-    choice("activation", activation, ACTIVATIONS)
-    if len(layers) not in (2, 3):
-        raise ValueError(f"layers: a block has 2 or 3 layers, not {len(layers)}")
-    for i, layer in enumerate(layers):
-        if checks.a_tensor(f"layers[{i}].weight", layer.weight).dim() != 5:
-            raise ValueError(
-                f"layers[{i}].weight must have the shape [blocks, out, in, size, size], "
-                f"not {list(layer.weight.shape)}"
-            )
-    count = layers[0].weight.shape[0]
-    for i, layer in enumerate(layers):
-        for name, tensor in layer._asdict().items():
-            if tensor is not None and (tensor.dim() == 0 or tensor.shape[0] != count):
-                raise ValueError(
-                    f"layers[{i}].{name} must be stacked over {count} blocks, as the first weight "
-                    f"is, but has the shape {list(tensor.shape)}"
-                )
+    layers = checks.conv_layers(layers)
     blocks = [
         [tuple(None if t is None else t[n] for t in layer) for layer in layers]
-        for n in range(count)
+        for n in range(layers[0].weight.shape[0])
     ]
     return run_conv(x, blocks, activation, eps, depth, BatchNormOptions.of(options))[0]
 
@@ -168,6 +151,7 @@ def run_mlp(
     depth: int | None,
     options: Options,
 ) -> Tensor:
+    choice("activation", activation, ACTIVATIONS)
     blocks, hidden, dim = checks.three_dimensions("w1", w1, "[blocks, hidden, dim]")
     parameters = {
         "w1": (w1, (blocks, hidden, dim)),
@@ -188,6 +172,8 @@ def run_conv(
 ) -> tuple[Tensor, Tensor]:
     """x[N] and the batch statistics (``Problem.statistics``). A block is a list of layers, whose
     fields are those of ``ConvLayer``, not stacked."""
+    choice("activation", activation, ACTIVATIONS)
+    epsilon = number("eps", epsilon, above=0)
     checks.images(x, blocks)
     checks.fused_stream(x, options)
     method = options.method(checks.steps(depth, len(blocks), options))

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 from typing_extensions import Unpack
 
-from .options import StageOptions, choice, positive_int
+from .options import StageOptions, choice, flag, given, integer, positive_int
 from .stages.conv import WINDOWS, ConvBlock, ConvStage
 
 EXPANSION = {"basic": 1, "bottleneck": 4}
@@ -41,9 +41,11 @@ class SimpleResNet(nn.Module):
         **options: Unpack[StageOptions],
     ) -> None:
         super().__init__()
-        self.stem = _stem(in_channels, channels, 5, stride, padding)
+        channels = positive_int("channels", channels)
+        padding = integer("padding", padding, 0)
+        self.stem = _stem(in_channels, channels, 5, positive_int("stride", stride), padding)
         self.stage = ConvStage(channels, depth, zero_init=zero_init, tied=tied, **options)
-        self.linear = nn.Linear(channels, classes)
+        self.linear = nn.Linear(channels, positive_int("classes", classes))
 
     def forward(self, x: Tensor) -> Tensor:
         logits: Tensor = self.linear(self.stage(self.stem(x)).mean((2, 3)))
@@ -81,6 +83,10 @@ class ResNet(nn.Module):
     ) -> None:
         super().__init__()
         choice("block", block, tuple(WINDOWS))
+        flag("small_images", small_images)
+        width = positive_int("width", width)
+        if not isinstance(layers, list | tuple) or not layers:
+            raise TypeError(f"layers must be a list of numbers of blocks, not {given(layers)}")
         if small_images:
             self.stem = _stem(in_channels, width, 3, 1, 1)
         else:
@@ -92,7 +98,7 @@ class ResNet(nn.Module):
             hidden, stride = width << i, 1 if i == 0 else 2
             self.add_module(name, Layer(channels, hidden, blocks, block, stride, tied, options))
             channels = hidden * EXPANSION[block]
-        self.linear = nn.Linear(channels, classes)
+        self.linear = nn.Linear(channels, positive_int("classes", classes))
         for module in self.modules():
             if isinstance(module, nn.Conv2d):
                 nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
@@ -125,7 +131,7 @@ class Layer(nn.Module):
         options: StageOptions,
     ) -> None:
         super().__init__()
-        positive_int("blocks of a layer", blocks)
+        blocks = positive_int("blocks of a layer", blocks)
         if blocks == 1:
             raise ValueError(
                 "blocks of a layer must be at least 2 (the first is not a step), not 1"
@@ -173,6 +179,7 @@ def resnet152(**options: Any) -> ResNet:
 
 
 def _stem(inputs: int, channels: int, size: int, stride: int, padding: int) -> nn.Sequential:
+    inputs = positive_int("in_channels", inputs)
     return nn.Sequential(
         nn.Conv2d(inputs, channels, size, stride, padding, bias=False),
         nn.BatchNorm2d(channels),

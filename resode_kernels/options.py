@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import numbers
+import operator
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Literal, NamedTuple, TypeVar, get_args
@@ -94,20 +96,16 @@ class Options:
         choice("stream", self.stream, get_args(Stream))
         choice("nonfinite", self.nonfinite, get_args(NonFinite))
         choice("backend", self.backend, get_args(BackendName))
-        if self.step is not None and not (
-            isinstance(self.step, (int, float)) and math.isfinite(self.step)
-        ):
-            raise ValueError(f"step must be a finite number or None, not {self.step!r}")
-        if self.order is not None:
-            positive_int("order", self.order)
-            largest = ORDERS[self.reverse].largest
-            if self.order > largest:
-                raise ValueError(
-                    f"order must be at most {largest} for reverse={self.reverse!r}, "
-                    f"not {self.order}"
-                )
-        if self.anchor_every is not None:
-            positive_int("anchor_every", self.anchor_every)
+        if self.step is not None:
+            object.__setattr__(self, "step", number("step", self.step))
+        for name in ("order", "anchor_every"):
+            if (value := getattr(self, name)) is not None:
+                object.__setattr__(self, name, positive_int(name, value))
+        largest = ORDERS[self.reverse].largest
+        if self.order is not None and self.order > largest:
+            raise ValueError(
+                f"order must be at most {largest} for reverse={self.reverse!r}, not {self.order}"
+            )
 
     @classmethod
     def names(cls) -> tuple[str, ...]:
@@ -191,13 +189,67 @@ def documents_options(stage: StageClass) -> StageClass:
     return stage
 
 
+def given(value: object) -> str:
+    """A wrong argument as errors name it."""
+    if value is None or isinstance(value, str | numbers.Number):
+        return repr(value)
+    return f"an object of type {type(value).__name__}"
+
+
 def choice(name: str, value: object, allowed: tuple[str, ...]) -> None:
-    if value not in allowed:
-        raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}, not {value!r}")
+    if not isinstance(value, str) or value not in allowed:
+        raise ValueError(
+            f"{name} must be one of {', '.join(map(repr, allowed))}, not {given(value)}"
+        )
 
 
-def positive_int(name: str, value: object) -> None:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name} must be an int, not {value!r}")
-    if value < 1:
-        raise ValueError(f"{name} must be at least 1, not {value}")
+def flag(name: str, value: object) -> None:
+    if not isinstance(value, bool):
+        raise TypeError(f"{name} must be True or False, not {given(value)}")
+
+
+LARGEST = 2**31 - 1
+"""The largest integer that the kernels take."""
+
+
+def integer(name: str, value: object, at_least: int) -> int:
+    """The value as Python's int. NumPy's integers are integers, booleans are not."""
+    if type(value) is int:  # asked first: it is ten times as fast
+        result = value
+    elif isinstance(value, bool) or not isinstance(value, numbers.Integral):
+        raise TypeError(f"{name} must be an int, not {given(value)}")
+    else:
+        result = operator.index(value)
+    if result < at_least:
+        raise ValueError(f"{name} must be at least {at_least}, not {result}")
+    if result > LARGEST:
+        raise ValueError(f"{name} must be at most {LARGEST}, not {result}")
+    return result
+
+
+def positive_int(name: str, value: object) -> int:
+    return integer(name, value, 1)
+
+
+def number(
+    name: str,
+    value: object,
+    *,
+    above: float | None = None,
+    at_least: float | None = None,
+    finite: bool = True,
+) -> float:
+    """The value as Python's float, not NaN. NumPy's numbers are numbers, booleans are not."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise TypeError(f"{name} must be a number, not {given(value)}")
+    try:
+        result = float(value)
+    except OverflowError:
+        result = math.inf
+    if math.isnan(result) or (finite and math.isinf(result)):
+        raise ValueError(f"{name} must be a {'finite ' if finite else ''}number, not {value}")
+    if above is not None and result <= above:
+        raise ValueError(f"{name} must be above {above}, not {value}")
+    if at_least is not None and result < at_least:
+        raise ValueError(f"{name} must be at least {at_least}, not {value}")
+    return result

@@ -87,6 +87,8 @@ def build(directory: Path) -> dict[str, Any]:
             if name == "cuda" and (reason := nvcc.complaint(nvcc.find(find_compiler()))):
                 part["error"] = reason
     check(report)
+    for part in report.values():
+        part["suffix"] = SUFFIX
     return report
 
 

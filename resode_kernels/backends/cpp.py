@@ -18,6 +18,12 @@ combine = None
 
 # Loaded after torch, so that the module shares torch's OpenMP runtime and thread pool.
 _C, _reason = native.load("cpu")
+if _C is not None and not _C.supported():
+    _reason = (
+        f"the kernels were built for {', '.join(_C.built())}, which this processor does not run; "
+        "install the package again, with baseline in RESODE_ISAS or without that variable"
+    )
+    _C = None
 if _C is not None and os.environ.get("RESODE_ISA"):
     _C.select(os.environ["RESODE_ISA"])
 

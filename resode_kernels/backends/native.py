@@ -9,6 +9,7 @@ import json
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +42,14 @@ def load(name: str) -> tuple[Any, str | None]:
     try:
         module = importlib.import_module(module_name)
     except ImportError as error:
-        return None, str(build_report().get(name, {}).get("error", error))
+        report = build_report().get(name, {})
+        suffix = report.get("suffix", EXTENSION_SUFFIXES[0])
+        if suffix not in EXTENSION_SUFFIXES:
+            return None, (
+                f"the kernels were built for another Python (they end in {suffix}, this one loads "
+                f"{EXTENSION_SUFFIXES[0]}); install the package again"
+            )
+        return None, str(report.get("error", error))
     built = getattr(module, "INTERFACE", None)
     if built != INTERFACE:
         return None, (

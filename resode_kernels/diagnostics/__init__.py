@@ -7,7 +7,6 @@ monitoring.py    monitor: measures the error during training
 report.py        Report of a stage, model_report.py ModelReport: the results as text and numbers
 drawing.py       the results as pictures
 probe.py         runs a stage without changing it
-checks.py        checks of arguments
 calls.py         the stages of a model and their calls; input_of records a stage's input
 trajectory.py    states and their reconstructions
 gradients.py     errors of gradients

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils._pytree import tree_map_only
 
+from ..options import given
 from ..replay.parameters import is_sharded
 from ..stages import Stage
 from ..states import State, parts
-from .checks import kind
 from .probe import Probe
 
 
@@ -85,10 +85,10 @@ def input_of(stage: Stage, run: Callable[[], Any]) -> StageInput:
     if not isinstance(stage, Stage):
         raise TypeError(
             "stage must be a stage inside your model (rk.MLPStage, rk.ResidualStage, …), not "
-            f"{kind(stage)}"
+            f"{given(stage)}"
         )
     if not callable(run):
-        raise TypeError(f"run must be a function that calls the model, not {kind(run)}")
+        raise TypeError(f"run must be a function that calls the model, not {given(run)}")
     with recorded([stage]) as calls, torch.no_grad(), uncompiled():
         run()
     if not calls:
@@ -106,7 +106,7 @@ def stages_of(module: object) -> dict[str, Stage]:
     if not isinstance(module, nn.Module):
         raise TypeError(
             "stage must be a stage (rk.MLPStage, rk.ResidualStage, …) or a model that contains "
-            f"stages, not {kind(module)}"
+            f"stages, not {given(module)}"
         )
     if isinstance(module, nn.parallel.DistributedDataParallel):
         raise TypeError("give model.module, the model inside DistributedDataParallel")

@@ -20,11 +20,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from ..options import given
 from ..replay.surroundings import Surroundings
 from ..states import State, parts, state_like
 from .budget import Budget
 from .calls import Call, recorded, refuse_sharded, stages_of, uncompiled
-from .checks import kind
 from .choice import MARGIN
 from .examination import Examination, described
 from .gradients import GradientError, compare
@@ -104,7 +104,7 @@ class ModelProbe:
                 return number(self.loss(output))
             if not all(isinstance(t, Tensor) and t.is_floating_point() for t in parts(output)):
                 raise TypeError(
-                    f"loss must be given, because the model returns {kind(output)}: a function of "
+                    f"loss must be given, because the model returns {given(output)}: a function of "
                     "the model's output that returns one number"
                 )
             with torch.no_grad():
@@ -196,7 +196,7 @@ def arguments(batch: object) -> tuple[tuple[Any, ...], dict[str, Any]]:
         return (), dict(batch)
     raise TypeError(
         "batch must be a tensor, a tuple of the model's positional arguments or a dict of its "
-        f"keyword arguments, not {kind(batch)}; write (batch,) to pass it as it is"
+        f"keyword arguments, not {given(batch)}; write (batch,) to pass it as it is"
     )
 
 

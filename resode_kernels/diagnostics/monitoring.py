@@ -14,11 +14,10 @@ import torch
 from torch import nn
 
 from ..defaults import GradientErrorWarning
-from ..options import positive_int
+from ..options import number, positive_int
 from ..stages import Stage
 from ..states import parts, state_like
 from .calls import refuse_sharded, stages_of
-from .checks import positive
 from .probe import PROBING, Probe
 from .report import drawing
 from .settings import CHECKPOINT
@@ -157,6 +156,8 @@ def monitor(stage: nn.Module, every: int = 100, max_gradient_error: float = 1e-2
     """
     stages = stages_of(stage)
     refuse_sharded(stage)
-    positive_int("every", every)
-    positive("max_gradient_error", max_gradient_error)
-    return Monitor(stages, every, max_gradient_error)
+    return Monitor(
+        stages,
+        positive_int("every", every),
+        number("max_gradient_error", max_gradient_error, above=0, finite=False),
+    )

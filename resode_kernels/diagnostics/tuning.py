@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, overload
 
 from torch import Tensor, nn
 
+from ..options import given, number
 from ..stages import Stage
 from ..states import State, parts
 from .budget import Budget, Display
 from .calls import StageInput, refuse_sharded, stages_of
-from .checks import kind, positive
 from .examination import Examination
 from .model import diagnose_model
 from .model_report import ModelReport
@@ -174,13 +174,19 @@ def _diagnose(
     if loss is not None and not callable(loss):
         raise TypeError(
             "loss must be a function of the output that returns one number, or None, not "
-            f"{kind(loss)}"
+            f"{given(loss)}"
         )
-    positive("max_gradient_error", max_gradient_error)
-    positive("seconds", seconds, or_zero=True)
+    max_gradient_error = number("max_gradient_error", max_gradient_error, above=0, finite=False)
+    seconds = number("seconds", seconds, at_least=0, finite=False)
+    if settings is not None and not isinstance(settings, list | tuple):
+        raise TypeError(f"settings must be a list of rk.Setting or None, not {given(settings)}")
+    if not isinstance(args, list | tuple):
+        raise TypeError(f"args must be a tuple of arguments, not {given(args)}")
+    if kwargs is not None and not isinstance(kwargs, Mapping):
+        raise TypeError(f"kwargs must be a dict of keyword arguments or None, not {given(kwargs)}")
     for i, setting in enumerate(settings or []):
         if not isinstance(setting, Setting):
-            raise TypeError(f"settings[{i}] must be an rk.Setting, not {kind(setting)}")
+            raise TypeError(f"settings[{i}] must be an rk.Setting, not {given(setting)}")
     with running(call, seconds) as budget:
         if isinstance(stage, Stage):
             probe = Probe(stage, *stage_input(x, args, kwargs))
@@ -224,6 +230,6 @@ def stage_input(x: object, args: tuple[Any, ...], kwargs: dict[str, Any] | None)
     if not tensors or not all(isinstance(t, Tensor) for t in tensors):
         raise TypeError(
             "x must be the stage's input, a tensor or a tuple of tensors, or what rk.input_of "
-            f"returns, not {kind(x)}"
+            f"returns, not {given(x)}"
         )
     return StageInput(x, tuple(args), dict(kwargs or {}))  # type: ignore[arg-type]

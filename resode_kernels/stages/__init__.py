@@ -4,6 +4,7 @@ base.py      Stage, and StackedStage for parameters that are stacked over blocks
 mlp.py       MLPStage
 linear.py    LinearStage
 conv.py      ConvStage and its ConvBlock
+known.py     whether a block is still the one that the kernels know
 residual.py  ResidualStage: blocks that are modules; residual_branch
 """
 

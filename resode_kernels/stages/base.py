@@ -13,7 +13,8 @@ from typing_extensions import Unpack
 
 from .. import defaults
 from ..interpolation import tensor_at
-from ..options import Options, StageOptions, positive_int
+from ..options import Options, StageOptions, flag, given, positive_int
+from .known import tensor_of
 
 
 class Stage(nn.Module):
@@ -24,8 +25,8 @@ class Stage(nn.Module):
     ) -> None:
         """``kind``: ``Options`` with the defaults of this kind of stage."""
         super().__init__()
-        positive_int("depth", depth)
-        self.depth, self.tied = depth, tied
+        flag("tied", tied)
+        self.depth, self.tied = positive_int("depth", depth), tied
         self.options = kind.of(options)
         self.reverse_is_chosen = defaults.chooses_reverse(options)
         self._checked: Options | None = None  # the options of the last training call
@@ -60,6 +61,29 @@ class Stage(nn.Module):
         self.reverse_is_chosen |= defaults.chooses_reverse(options)
         return self
 
+    def count_blocks(self) -> int:
+        """The number of blocks that are there; ``num_blocks`` is the number that there must be."""
+        raise NotImplementedError
+
+    def refuse_changes(self) -> None:
+        """Every ``forward`` begins with this. Options, depth and blocks may have been changed after
+        the stage was made. They must fit each other."""
+        if not isinstance(self.options, Options):
+            raise TypeError(
+                f"stage.options must be Options, not {given(self.options)}: change options with "
+                "stage.configure(...)"
+            )
+        positive_int("stage.depth", self.depth)
+        flag("stage.tied", self.tied)
+        blocks = self.count_blocks()
+        if blocks != self.num_blocks:
+            raise ValueError(
+                f"this {type(self).__name__} has {blocks} blocks now, but tied={self.tied}, "
+                f"depth={self.depth} and scheme={self.options.scheme!r} take {self.num_blocks}: "
+                "set stage.depth as well, or make a new stage (rk.deepen makes one of another "
+                "depth, rk.untie one that is not tied)"
+            )
+
     def warn_of_defaults(self) -> None:
         """Every ``forward`` begins with this: at the first training call with certain options, see
         ``defaults.warn_once``. Not under ``torch.compile``, where a warning would split the graph.
@@ -82,11 +106,36 @@ class Stage(nn.Module):
         return ", ".join([f"depth={self.depth}", *tied, *changed])
 
 
+class Fixed:
+    """An attribute of a stage that says how it was made, such as its width. It cannot be set again,
+    because the parameters would not follow."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self.name = name
+
+    def __get__(self, stage: Any, owner: type | None = None) -> Any:
+        return self if stage is None else stage.__dict__[self.name]
+
+    def __set__(self, stage: Any, value: Any) -> None:
+        if self.name in stage.__dict__:
+            raise AttributeError(
+                f"{self.name} of a {type(stage).__name__} cannot be changed after it was made: "
+                f"make a new stage with {self.name}={value!r}"
+            )
+        stage.__dict__[self.name] = value
+
+
 class StackedStage(Stage):
     """A stage whose parameters are stacked over its blocks."""
 
     stacked: ClassVar[tuple[str, ...]]
     """The names of the parameters. Any parameter may be None."""
+
+    def count_blocks(self) -> int:
+        """Those of the first parameter. ``functional`` compares the others with it, and refuses
+        what is not a tensor of three dimensions."""
+        first = tensor_of(self, self.stacked[0])
+        return first.shape[0] if isinstance(first, Tensor) and first.dim() == 3 else self.num_blocks
 
     def by_block(self, named: Mapping[str, Tensor]) -> list[list[Tensor]]:
         return [[tensor[n] for tensor in named.values()] for n in range(self.num_blocks)]

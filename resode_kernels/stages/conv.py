@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from typing_extensions import Unpack
 
-from .. import backends, functional
+from .. import backends, checks, functional
 from ..defaults import KINKED, SmoothBatchNormOptions
-from ..options import Options, StageOptions, choice, documents_options, positive_int
+from ..options import Options, StageOptions, choice, documents_options, flag, positive_int
 from ..reference import ACTIVATIONS
+from .base import Fixed
+from .known import Known, global_hooks, tensor_of
 from .residual import ResidualStage
 
 WINDOWS = {"basic": (3, 3), "bottleneck": (1, 3, 1)}
@@ -43,6 +46,8 @@ class ConvBlock(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        flag("zero_init", zero_init)
+        checks.parameter_dtype(dtype)
         self.activation = activation
         widths = [channels, *[hidden] * (len(windows) - 1), outputs or channels]
         self.names = [(f"conv{i}", f"bn{i}") for i in range(1, len(windows) + 1)]
@@ -64,6 +69,7 @@ class ConvBlock(nn.Module):
         return [(modules[conv], modules[bn]) for conv, bn in self.names]  # type: ignore[misc]
 
     def forward(self, x: Tensor) -> Tensor:
+        choice("activation", self.activation, tuple(ACTIVATIONS))
         sigma, _ = ACTIVATIONS[self.activation]
         for conv, bn in self.layers:
             x = bn(conv(sigma(x)))
@@ -71,6 +77,79 @@ class ConvBlock(nn.Module):
 
     def extra_repr(self) -> str:
         return f"activation={self.activation!r}"
+
+
+BLOCK = Known(ConvBlock, ("forward", "layers"))
+CONVOLUTION = Known(
+    nn.Conv2d,
+    ("forward", "_conv_forward"),
+    stride=(1, 1),
+    dilation=(1, 1),
+    groups=1,
+    padding_mode="zeros",
+)
+NORMALIZATION = Known(nn.BatchNorm2d, ("forward", "_check_input_dim"))
+
+
+class Layer(NamedTuple):
+    """A layer of a block with its tensors."""
+
+    conv: nn.Conv2d
+    bn: nn.BatchNorm2d
+    weight: Tensor
+    gamma: Tensor | None
+    beta: Tensor | None
+    mean: Tensor | None
+    variance: Tensor | None
+
+    @property
+    def constants(self) -> tuple[Tensor | None, ...]:
+        """The tensors that the kernels take. In training mode they normalize by the batch."""
+        running = (None, None) if self.bn.training else (self.mean, self.variance)
+        return self.weight, self.gamma, self.beta, *running
+
+    def move_statistics(self, new: Sequence[Tensor]) -> None:
+        """Updates the running mean and variance with those of a batch."""
+        bn = self.bn
+        if not bn.training or not bn.track_running_stats:
+            return
+        tracked = bn.num_batches_tracked
+        if tracked is not None:
+            tracked.add_(1)
+        for old, value in zip((self.mean, self.variance), new, strict=True):
+            if old is None:
+                continue
+            if bn.momentum is not None:
+                share = old.new_tensor(bn.momentum)
+            elif tracked is not None:  # the mean of all batches
+                share = tracked.to(old.dtype).reciprocal()
+            else:
+                continue
+            old.lerp_(value.to(old.dtype), share)
+
+
+def known_layers(block: nn.Module) -> list[Layer] | str:
+    """The layers of a block that the kernels know, or what was changed in the block."""
+    if changed := BLOCK.difference(block):
+        return changed
+    layers = []
+    for conv, bn in block.layers:  # type: ignore[union-attr]
+        if changed := CONVOLUTION.difference(conv) or NORMALIZATION.difference(bn):
+            return f"has a layer that {changed}"
+        weight, bias = tensor_of(conv, "weight"), tensor_of(conv, "bias")
+        mean, variance = tensor_of(bn, "running_mean"), tensor_of(bn, "running_var")
+        if not isinstance(weight, Tensor) or weight.dim() != 4 or weight.shape[-1] not in (1, 3):
+            return "has a convolution whose windows are not of the size 1 or 3"
+        half = weight.shape[-1] // 2
+        if bias is not None or conv.padding != (half, half):
+            return "has a convolution with a bias or another padding"
+        if (mean is None) != (variance is None):
+            return "has a batch norm with one of two running statistics"
+        gamma, beta = tensor_of(bn, "weight"), tensor_of(bn, "bias")
+        layers.append(Layer(conv, bn, weight, gamma, beta, mean, variance))
+    if len(layers) not in (2, 3):
+        return f"has {len(layers)} layers, not 2 or 3"
+    return layers
 
 
 @documents_options
@@ -91,6 +170,8 @@ class ConvStage(ResidualStage):
     not support (another kind of layer, a hook), the stage runs as a ``ResidualStage`` does.
     """
 
+    channels, block, hidden = Fixed(), Fixed(), Fixed()
+
     def __init__(
         self,
         channels: int,
@@ -105,8 +186,8 @@ class ConvStage(ResidualStage):
         dtype: torch.dtype | None = None,
         **options: Unpack[StageOptions],
     ) -> None:
-        positive_int("channels", channels)
-        positive_int("depth", depth)
+        channels, depth = positive_int("channels", channels), positive_int("depth", depth)
+        flag("tied", tied)
         choice("block", block, tuple(WINDOWS))
         choice("activation", activation, functional.ACTIVATIONS)
         if hidden is None:
@@ -116,7 +197,7 @@ class ConvStage(ResidualStage):
                     f"inside, not {channels}; or give the number of channels inside, hidden="
                 )
             hidden = channels if block == "basic" else channels // 4
-        positive_int("hidden", hidden)
+        hidden = positive_int("hidden", hidden)
         count = 1 if tied else Options.of(options).blocks(depth)
         blocks = [
             ConvBlock(
@@ -133,83 +214,88 @@ class ConvStage(ResidualStage):
         super().__init__(blocks, depth=depth if tied else None, **options)
         if activation not in KINKED:
             self.options = SmoothBatchNormOptions.of(options)
-        self.channels, self.block = channels, block
-        self.hidden, self.activation = hidden, activation
+        self.channels, self.block, self.hidden = channels, block, hidden
 
     def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+        self.refuse_changes()
         self.warn_of_defaults()
-        reason = self._unsupported_by_kernels()
-        if reason is not None:
+        known = self._known()
+        if not isinstance(known, str):
+            blocks = [[layer.constants for layer in layers] for layers in known]
+            if reason := self._unlike(known):
+                checks.images(x, blocks)  # each by itself must fit
+                known = reason
+        if isinstance(known, str):
             if self.options.backend not in ("auto", "reference"):
                 raise backends.BackendUnavailableError(
-                    f"backend={self.options.backend!r} cannot run this stage: {reason} "
+                    f"backend={self.options.backend!r} cannot run this stage: {known} "
                     "(backend='auto' runs the blocks as modules)"
                 )
             result: Tensor = super().forward(x)  # type: ignore[assignment]
             return result
-        layers = self._layers()
-        blocks = [
-            [(conv.weight, bn.weight, bn.bias, *_constants(bn)) for conv, bn in block]
-            for block in layers
-        ]
         depth = self.depth if self.tied else None
         y, statistics = functional.run_conv(
-            x, blocks, self.activation, layers[0][0][1].eps, depth, self.options
+            x, blocks, self.activation, known[0][0].bn.eps, depth, self.options
         )
-        self._move_statistics(statistics)
+        self._move_statistics(known, statistics)
         return y
 
     @property
     def runs_modules(self) -> bool:
-        return self._unsupported_by_kernels() is not None
+        known = self._known()
+        return isinstance(known, str) or self._unlike(known) is not None
 
-    def _layers(self) -> list[list[tuple[nn.Conv2d, nn.BatchNorm2d]]]:
-        """The layers of every block."""
-        return [block.layers for block in self.blocks]  # type: ignore[misc]
+    @property
+    def activation(self) -> str:
+        """That of the blocks. Setting it sets that of every block."""
+        return getattr(self.blocks[0], "activation", "unknown")
 
-    def _unsupported_by_kernels(self) -> str | None:
-        """Why the kernels cannot run the blocks, or None. They support unchanged blocks only."""
-        eps = None
+    @activation.setter
+    def activation(self, activation: str) -> None:
+        choice("activation", activation, functional.ACTIVATIONS)
+        for block in self.blocks:
+            block.activation = activation  # type: ignore[assignment]
+
+    def _known(self) -> list[list[Layer]] | str:
+        """The layers of all blocks if the kernels know each of them, otherwise what was changed."""
+        if global_hooks():
+            return "hooks are registered for all modules"
+        blocks = []
         for n, block in enumerate(self.blocks):
-            if type(block) is not ConvBlock:
-                return f"block {n} is a {type(block).__name__}, not a ConvBlock"
-            for module in block.modules():
-                if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks:
-                    return f"block {n} has hooks"
-            for size, (conv, bn) in zip(WINDOWS[self.block], block.layers, strict=True):
-                if type(conv) is not nn.Conv2d or type(bn) is not nn.BatchNorm2d:
-                    return f"block {n} has a layer other than nn.Conv2d and nn.BatchNorm2d"
-                if any(getattr(conv, key) != value for key, value in _convolution(size).items()):
-                    return f"a convolution of block {n} was changed (its stride, bias, …)"
-                eps = bn.eps if eps is None else eps
-                if bn.eps != eps:
-                    return "its batch norms differ in eps"
+            layers = known_layers(block)
+            if isinstance(layers, str):
+                return f"block {n} {layers}"
+            blocks.append(layers)
+        return blocks
+
+    def _unlike(self, known: list[list[Layer]]) -> str | None:
+        """Why the kernels cannot run these blocks together, or None."""
+        first = None
+        for n, (block, layers) in enumerate(zip(self.blocks, known, strict=True)):
+            own = block.activation, [(bn.eps, weight.shape) for _, bn, weight, *_ in layers]
+            first = first or own
+            if own != first:
+                return f"block {n} differs from block 0 in its activation, eps or shapes"
+            for _, _, weight, _, _, *running in layers:
+                if any(t is not None and t.shape != weight.shape[:1] for t in running):
+                    return f"block {n} has running statistics of another size"
+        if len({layer.bn.eps for layer in known[0]}) > 1:
+            return "its batch norms differ in eps"
         return None
 
     @torch.no_grad()
-    def _move_statistics(self, statistics: Tensor) -> None:
+    def _move_statistics(self, blocks: list[list[Layer]], statistics: Tensor) -> None:
         """Updates running statistics as ``nn.BatchNorm2d`` does, evaluation by evaluation."""
-        layers = self._layers()
-        if not any(bn.training for block in layers for _, bn in block):
+        if not any(layer.bn.training for block in blocks for layer in block):
             return
         euler = self.options.scheme == "euler"
         for evaluation, row in enumerate(statistics.unbind()):
             n = evaluation if euler else evaluation // 2 + evaluation % 2
             rest = row
-            for _, bn in layers[0 if self.tied else n]:
-                mean, variance, rest = rest.tensor_split((bn.num_features, 2 * bn.num_features))
-                running = (bn.running_mean, bn.running_var)
-                tracked = bn.num_batches_tracked
-                if not bn.training or tracked is None:
-                    continue
-                tracked.add_(1)
-                for old, new in zip(running, (mean, variance), strict=True):
-                    if old is not None:
-                        if bn.momentum is None:  # the mean of all batches
-                            share = tracked.to(old.dtype).reciprocal()
-                        else:
-                            share = old.new_tensor(bn.momentum)
-                        old.lerp_(new.to(old.dtype), share)
+            for layer in blocks[0 if self.tied else n]:
+                width = layer.weight.shape[0]
+                *new, rest = rest.tensor_split((width, 2 * width))
+                layer.move_statistics(new)
 
     def extra_repr(self) -> str:
         return ", ".join(
@@ -220,21 +306,3 @@ class ConvStage(ResidualStage):
                 f"hidden={self.hidden}",
             ]
         )
-
-
-def _convolution(size: int) -> dict[str, Any]:
-    """The attributes that the kernels require of a block's convolution."""
-    return {
-        "kernel_size": (size, size),
-        "padding": (size // 2, size // 2),
-        "padding_mode": "zeros",
-        "stride": (1, 1),
-        "dilation": (1, 1),
-        "groups": 1,
-        "bias": None,
-    }
-
-
-def _constants(bn: nn.BatchNorm2d) -> tuple[Tensor | None, Tensor | None]:
-    """Mean and variance to normalize by; None: normalize by the batch."""
-    return (None, None) if bn.training else (bn.running_mean, bn.running_var)

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import Unpack
 
-from .. import functional, reference
+from .. import checks, functional, reference
 from ..defaults import LinearOptions
 from ..options import StageOptions, documents_options, positive_int
-from .base import StackedStage, init_linear
+from .base import Fixed, StackedStage, init_linear
 
 
 @documents_options
@@ -23,6 +23,7 @@ class LinearStage(StackedStage):
     """
 
     stacked = ("weight",)
+    dim = Fixed()
 
     def __init__(
         self,
@@ -35,8 +36,8 @@ class LinearStage(StackedStage):
         **options: Unpack[StageOptions],
     ) -> None:
         super().__init__(depth, tied, options, LinearOptions)
-        positive_int("dim", dim)
-        self.dim = dim
+        self.dim = dim = positive_int("dim", dim)
+        checks.parameter_dtype(dtype)
         self.weight = nn.Parameter(
             torch.empty(self.num_blocks, dim, dim, device=device, dtype=dtype)
         )
@@ -46,6 +47,7 @@ class LinearStage(StackedStage):
         init_linear(self.weight)
 
     def forward(self, x: Tensor) -> Tensor:
+        self.refuse_changes()
         self.warn_of_defaults()
         return functional.run_linear(x, self.weight, self.depth, self.options)
 

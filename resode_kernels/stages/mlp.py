@@ -8,10 +8,11 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import Unpack
 
-from .. import functional, reference
+from .. import checks, functional, reference
 from ..defaults import KINKED, SmoothOptions
-from ..options import Options, StageOptions, choice, documents_options, positive_int
-from .base import StackedStage, init_linear
+from ..options import Options, StageOptions, choice, documents_options, flag, positive_int
+from .base import Fixed, StackedStage, init_linear
+from .known import tensor_of
 
 
 @documents_options
@@ -25,6 +26,7 @@ class MLPStage(StackedStage):
     """
 
     stacked = ("w1", "b1", "w2", "b2")
+    dim, hidden = Fixed(), Fixed()
 
     def __init__(
         self,
@@ -39,12 +41,14 @@ class MLPStage(StackedStage):
         dtype: torch.dtype | None = None,
         **options: Unpack[StageOptions],
     ) -> None:
+        choice("activation", activation, functional.ACTIVATIONS)
         kind = Options if activation in KINKED else SmoothOptions
         super().__init__(depth, tied, options, kind)
-        positive_int("dim", dim)
-        positive_int("hidden", hidden)
-        choice("activation", activation, functional.ACTIVATIONS)
-        self.dim, self.hidden, self.activation = dim, hidden, activation
+        flag("bias", bias)
+        self.dim = dim = positive_int("dim", dim)
+        self.hidden = hidden = positive_int("hidden", hidden)
+        self.activation = activation
+        checks.parameter_dtype(dtype)
 
         def parameter(*shape: int) -> nn.Parameter:
             return nn.Parameter(torch.empty(self.num_blocks, *shape, device=device, dtype=dtype))
@@ -60,10 +64,10 @@ class MLPStage(StackedStage):
             init_linear(weight, bias)
 
     def forward(self, x: Tensor) -> Tensor:
+        self.refuse_changes()
         self.warn_of_defaults()
-        return functional.run_mlp(
-            x, self.w1, self.b1, self.w2, self.b2, self.activation, self.depth, self.options
-        )
+        w1, b1, w2, b2 = (tensor_of(self, name) for name in self.stacked)
+        return functional.run_mlp(x, w1, b1, w2, b2, self.activation, self.depth, self.options)
 
     def residual(self, n: int, x: Any, *args: Any, **kwargs: Any) -> Any:
         theta = [self.in_block(n, p, x) for p in (self.w1, self.b1, self.w2, self.b2)]

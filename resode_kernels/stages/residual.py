@@ -51,12 +51,16 @@ class ResidualStage(Stage):
         self.blocks = nn.ModuleList(modules[:1] if tied else modules)
 
     def forward(self, x: State, *args: Any, **kwargs: Any) -> State:
+        self.refuse_changes()
         self.warn_of_defaults()
         return functional.run_residual(list(self.blocks), x, args, kwargs, self.depth, self.options)
 
     @property
     def runs_modules(self) -> bool:
         return True
+
+    def count_blocks(self) -> int:
+        return len(self.blocks)
 
     def residual(self, n: int, x: Any, *args: Any, **kwargs: Any) -> Any:
         return self.blocks[0 if self.tied else n](x, *args, **kwargs)

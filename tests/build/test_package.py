@@ -60,7 +60,8 @@ def test_narrow_stages_get_vectors_that_they_fill() -> None:
         problem = Problem("linear", "identity", tuple(parameters), Options().method(4))
         x = torch.zeros(8, dim, dtype=dtype)
         stage = native.stage_of(cpp._C, problem, parameters, x)
-        return str(cpp._C.plan(stage, native.forward_of(cpp._C, ForwardIO(x, x, x, x))).instruction_set)
+        plan = cpp._C.plan(stage, native.forward_of(cpp._C, ForwardIO(x, x, x, x)))
+        return str(plan.instruction_set)
 
     supported, in_use = cpp._C.supported(), cpp._C.selected()
     cpp._C.select("auto")
@@ -150,6 +151,23 @@ def test_missing_or_stale_kernels_are_told_once(tmp_path: Path, module: str, rea
     refused = CALL.replace("3)", "3, backend='cpp')")
     with pytest.raises(AssertionError, match="BackendUnavailableError: backend='cpp'"):
         python("-c", refused, cwd=tmp_path, PYTHONPATH=path)
+
+
+def test_kernels_for_another_processor_or_python_are_told(tmp_path: Path) -> None:
+    info = ("-m", "resode_kernels", "info")
+    source = f"INTERFACE = {native.INTERFACE}\nbuilt = lambda: ['avx1024']\nsupported = lambda: []"
+    path = modules_in(tmp_path, resode_kernels_cpu=source)
+    reason = "the kernels were built for avx1024, which this processor does not run"
+    assert reason in python(*info, cwd=tmp_path, PYTHONPATH=path).stdout
+    run = python("-W", "always", "-c", CALL, cwd=tmp_path, PYTHONPATH=path)
+    assert "MissingKernelsWarning" in run.stderr
+    assert reason in run.stderr
+
+    report = '{"cpu": {"suffix": ".cpython-399-x86_64-linux-gnu.so"}}'
+    (tmp_path / "resode_kernels_build.json").write_text(report)
+    path = modules_in(tmp_path, resode_kernels_cpu="raise ImportError('no such module')")
+    out = python(*info, cwd=tmp_path, PYTHONPATH=path).stdout
+    assert "built for another Python (they end in .cpython-399-x86_64-linux-gnu.so, this" in out
 
 
 def test_what_was_not_built_is_reported_with_the_reason(tmp_path: Path) -> None:

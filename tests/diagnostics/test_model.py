@@ -394,7 +394,7 @@ SEEN = rk.diagnostics.StageInput(X, (), {})
         ((nn.Sequential(STAGE), X), {"args": (1,)}, TypeError, "a tuple of positional arguments"),
         ((nn.Sequential(STAGE), [X]), {}, TypeError, r"batch must be .* list; write \(batch,\)"),
         ((nn.Sequential(STAGE), None), {}, TypeError, "batch must be .* not None"),
-        ((STAGE, X, 3), {}, TypeError, "loss must be a function .* not an object of type int"),
+        ((STAGE, X, 3), {}, TypeError, "loss must be a function .* not 3"),
         ((STAGE, X, lambda y: y), {}, TypeError, r"one number as a tensor.*shape \[3, 4\]"),
         ((STAGE, X, lambda y: 1.0), {}, TypeError, "one number as a tensor, not 1.0"),
         ((STAGE, X, lambda y: torch.tensor(1.0)), {}, ValueError, "loss must depend on the output"),
