@@ -100,6 +100,8 @@ class Problem(NamedTuple):
 
 
 _METHOD = Problem._fields.index("method")
+FLAT = len(Problem._fields) - 1 + len(Method._fields)
+"""The number of values in ``Problem.flat()``."""
 _SCHEMA_TYPES: dict[Any, str] = {
     str: "str",
     int: "int",

@@ -10,22 +10,53 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .. import transforms
+from ..backends.engine import REFERENCE
 from ..problem import Problem
 from ..states import stream_dtype
+from ..uncompiled import uncompiled
 from ..undifferentiable import undifferentiable
-from . import ops
+from . import batching, gate, ops
+
+Outputs = tuple[Tensor, Tensor, Tensor | None, Tensor]
+"""x[N] in x's dtype, the batch statistics, x[N] in the stream's dtype if that is another one, and
+the anchors."""
 
 
 def run(x: Tensor, problem: Problem, backend: str) -> tuple[Tensor, Tensor]:
     """x[N] in x's dtype, differentiable if needed, and the batch statistics."""
     inputs = (x, *problem.parameters)
-    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in inputs):
-        without_parameters = problem._replace(parameters=())
-        y, statistics = StageFunction.apply(x, without_parameters, backend, *problem.parameters)
-    else:
-        problem = problem._replace(method=problem.method._replace(anchor_every=0))
-        y, _, statistics = ops.forward(x.to(stream_dtype(x.dtype)), problem, backend)
-        y = y.to(x.dtype)
+    if transforms.carry_tangents(inputs):  # PyTorch's own operations carry them on
+        return REFERENCE.differentiable(problem, x)
+    if torch.compiler.is_compiling() or gate.are_plain(inputs):
+        return _run(x, problem, backend)
+    with gate.asking_subclasses(x, problem):
+        return _run(x, problem, backend)
+
+
+def _run(x: Tensor, problem: Problem, backend: str) -> tuple[Tensor, Tensor]:
+    grad = torch.is_grad_enabled()
+    needs = [grad and t is not None and t.requires_grad for t in (x, *problem.parameters)]
+    gate.refuse_gradients_of_constants(problem, needs[1:])
+    if transforms.are_active():
+        return _transformed(x, problem, backend)
+    if any(needs):
+        return _apply(StageFunction, x, problem, backend)
+    problem = problem._replace(method=problem.method._replace(anchor_every=0))
+    y, _, statistics = ops.forward(x.to(stream_dtype(x.dtype)), problem, backend)
+    return y.to(x.dtype), statistics
+
+
+@uncompiled  # traced inside a compiled torch.func.grad, a Function would have the gradient zero
+def _transformed(x: Tensor, problem: Problem, backend: str) -> tuple[Tensor, Tensor]:
+    return _apply(TransformedStageFunction, x, problem, backend)
+
+
+def _apply(
+    function: type[torch.autograd.Function], x: Tensor, problem: Problem, backend: str
+) -> tuple[Tensor, Tensor]:
+    without_parameters = problem._replace(parameters=())
+    y, statistics, *_ = function.apply(x, without_parameters, backend, *problem.parameters)
     return y, statistics
 
 
@@ -34,27 +65,18 @@ class StageFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        x: Tensor,
-        problem: Problem,
-        backend: str,
-        *parameters: Tensor | None,
-    ) -> tuple[Tensor, Tensor]:
-        ctx.problem, ctx.backend, ctx.dtype = problem, backend, x.dtype
-        problem = problem._replace(parameters=parameters)
-        y, anchors, statistics = ops.forward(x.to(stream_dtype(x.dtype)), problem, backend)
-        # The reverse rule "exact" recomputes states from x[0]; the others reconstruct from x[N].
-        exact = problem.method.reverse_rule == "exact"
-        ctx.save_for_backward(x if exact else y, anchors, *parameters)
-        ctx.mark_non_differentiable(statistics)
-        ctx.set_materialize_grads(False)
-        return y.to(x.dtype), statistics
+        ctx: Any, x: Tensor, problem: Problem, backend: str, *parameters: Tensor | None
+    ) -> Any:
+        outputs = _forward(x, problem, backend, *parameters)
+        _save(ctx, (x, problem, backend, *parameters), outputs)
+        return outputs[:2]
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor | None, _: Any) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
         if grad is None:
             return (None,) * len(ctx.needs_input_grad)
         saved = ctx.saved_tensors
+        transforms.refuse_tangents((grad, *saved))
         start, anchors, *parameters = saved
         needs = (ctx.needs_input_grad[0], *ctx.needs_input_grad[3:])
         with torch.no_grad():
@@ -68,3 +90,40 @@ class StageFunction(torch.autograd.Function):
         if torch.is_grad_enabled():  # create_graph=True
             grad_x, *grads = undifferentiable((grad_x, *grads), (grad, *saved))
         return grad_x, None, None, *grads
+
+
+class TransformedStageFunction(torch.autograd.Function):
+    """``StageFunction`` for the transforms of ``torch.func``. They need a forward pass without
+    ``ctx``, which every call would pay for with 10 µs."""
+
+    @staticmethod
+    def forward(x: Tensor, problem: Problem, backend: str, *parameters: Tensor | None) -> Any:
+        return _forward(x, problem, backend, *parameters)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Outputs) -> None:
+        _save(ctx, inputs, output)
+
+    backward = staticmethod(uncompiled(StageFunction.backward))
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[Any, ...], x: Tensor, *arguments: Any) -> Any:
+        return batching.forward(TransformedStageFunction.apply, info, in_dims, x, *arguments)
+
+
+def _forward(x: Tensor, problem: Problem, backend: str, *parameters: Tensor | None) -> Outputs:
+    problem = problem._replace(parameters=parameters)
+    end, anchors, statistics = ops.forward(x.to(stream_dtype(x.dtype)), problem, backend)
+    y = end.to(x.dtype)
+    return y, statistics, None if end is y else end, anchors
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], outputs: Outputs) -> None:
+    x, problem, backend, *parameters = inputs
+    y, statistics, end, anchors = outputs
+    ctx.problem, ctx.backend, ctx.dtype = problem, backend, x.dtype
+    # The reverse rule "exact" recomputes states from x[0]; the others reconstruct from x[N].
+    start = x if problem.method.reverse_rule == "exact" else y if end is None else end
+    ctx.save_for_backward(start, anchors, *parameters)
+    ctx.mark_non_differentiable(*[t for t in (statistics, end, anchors) if t is not None])
+    ctx.set_materialize_grads(False)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from typing_extensions import Unpack
 
-from .. import backends, functional
+from .. import backends, functional, transforms
 from ..defaults import KINKED, SmoothBatchNormOptions
 from ..options import Options, StageOptions, choice, documents_options, positive_int
 from ..reference import ACTIVATIONS
@@ -192,6 +192,10 @@ class ConvStage(ResidualStage):
         layers = self._layers()
         if not any(bn.training for block in layers for _, bn in block):
             return
+        if transforms.are_active():
+            for _, bn in chain(*layers):
+                if bn.training and bn.running_mean is not None:
+                    transforms.refuse_captured(statistics, bn.running_mean)
         euler = self.options.scheme == "euler"
         for evaluation, row in enumerate(statistics.unbind()):
             n = evaluation if euler else evaluation // 2 + evaluation % 2
