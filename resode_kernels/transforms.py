@@ -22,6 +22,14 @@ def carry_tangents(tensors: Iterable[Tensor | None]) -> bool:
     return any(t is not None and forward_ad.unpack_dual(t).tangent is not None for t in tensors)
 
 
+def are_functionalizing() -> bool:
+    """Whether ``torch.func.functionalize`` is active, which cannot transform a ``Function``."""
+    return any(
+        interpreter.key() == torch._C._functorch.TransformType.Functionalize
+        for interpreter in torch._C._functorch.get_interpreter_stack() or ()
+    )
+
+
 def refuse_tangents(tensors: Iterable[Tensor | None]) -> None:
     """For backward passes, which have no forward-mode derivative."""
     if carry_tangents(tensors):

@@ -26,7 +26,7 @@ the anchors."""
 def run(x: Tensor, problem: Problem, backend: str) -> tuple[Tensor, Tensor]:
     """x[N] in x's dtype, differentiable if needed, and the batch statistics."""
     inputs = (x, *problem.parameters)
-    if transforms.carry_tangents(inputs):  # PyTorch's own operations carry them on
+    if transforms.carry_tangents(inputs):
         return REFERENCE.differentiable(problem, x)
     if torch.compiler.is_compiling() or gate.are_plain(inputs):
         return _run(x, problem, backend)
@@ -49,6 +49,8 @@ def _run(x: Tensor, problem: Problem, backend: str) -> tuple[Tensor, Tensor]:
 
 @uncompiled  # traced inside a compiled torch.func.grad, a Function would have the gradient zero
 def _transformed(x: Tensor, problem: Problem, backend: str) -> tuple[Tensor, Tensor]:
+    if transforms.are_functionalizing():
+        return REFERENCE.differentiable(problem, x)
     return _apply(TransformedStageFunction, x, problem, backend)
 
 

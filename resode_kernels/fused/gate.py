@@ -42,6 +42,14 @@ def register(library: Any, name: str, op: Callable[..., Any], states: Sequence[s
         tensors = (*arguments[: len(states)], *problem.parameters)
         raise _refusal(tensors, states, problem, _has_no_strides)
 
+    def refuse_batches(*arguments: Any) -> Any:
+        raise RuntimeError(
+            f"resode_kernels: the {name} pass of a stage cannot be batched by "
+            "torch.autograd.grad(is_grads_batched=True) or by vectorize=True of "
+            "torch.autograd.functional; use torch.func (torch.vmap of torch.func.vjp, jacrev)"
+        )
+
+    library.impl(name, refuse_batches, "Batched")  # the vmap before torch.func's
     for key in RESOLVED:
         library.impl(name, resolve, key)
     for key in REFUSED:

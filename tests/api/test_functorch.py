@@ -13,6 +13,7 @@ from helpers import PRECISE, RULES, make_conv_stage, name, problem_of
 from torch import Tensor, nn
 from torch.func import (
     functional_call,
+    functionalize,
     grad,
     hessian,
     jacfwd,
@@ -23,6 +24,7 @@ from torch.func import (
     vjp,
     vmap,
 )
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import resode_kernels as rk
 from resode_kernels.fused import ops
@@ -232,6 +234,40 @@ def test_batches_that_are_normalized_together_are_called_one_by_one(backend: str
     close(vmap(stage)(x), torch.stack([stage(entry) for entry in x]))
     got = vmap(grad(lambda x: loss(stage(x))))(x)
     close(got, torch.stack([grad(lambda x: loss(stage(x)))(entry) for entry in x]))
+
+
+@pytest.mark.parametrize("trainable", [True, False], ids=["trainable", "frozen"])
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("kind", ["tanh", "basic"])
+def test_functionalize(kind: str, backend: str, trainable: bool) -> None:
+    stage, plain, x = pair(kind, backend)
+    stage.requires_grad_(trainable)
+    expected = grad(lambda x: loss(plain(x)))(x)
+    close(functionalize(stage)(x), plain(x))
+    close(functionalize(grad(lambda x: loss(stage(x))))(x), expected)
+    close(grad(lambda x: loss(functionalize(stage)(x)))(x), expected)
+
+
+def test_the_older_vmap_is_refused() -> None:
+    stage, _, x = pair("tanh", "reference")
+    y = stage(x.requires_grad_())
+    with pytest.raises(RuntimeError, match=r"resode_kernels.*is_grads_batched.*use torch\.func"):
+        torch.autograd.grad(y, x, torch.stack([y, -y]), is_grads_batched=True)
+    with pytest.raises(RuntimeError, match=r"resode_kernels.*vectorize=True.*use torch\.func"):
+        torch.autograd.functional.jacobian(stage, x, vectorize=True)
+
+
+@pytest.mark.parametrize("mode", ["real", "symbolic"])
+def test_traced_transforms(mode: str) -> None:
+    """make_fx, which is what torch.compile and torch.export trace with."""
+    stage, plain, x = pair("tanh", "reference")
+    theta = parameters(stage)
+    per_sample = vmap(grad(value_of(stage)), in_dims=(None, 0))
+    batch = torch.stack([x, x + 1])
+    traced = make_fx(per_sample, tracing_mode=mode)(theta, batch)
+    close(
+        traced(theta, batch + 1), vmap(grad(value_of(plain)), in_dims=(None, 0))(theta, batch + 1)
+    )
 
 
 def test_an_empty_ensemble_is_refused() -> None:
