@@ -5,6 +5,7 @@ data-parallel wrappers work."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -28,23 +29,17 @@ def run(x: Tensor, problem: Problem, backend: str) -> tuple[Tensor, Tensor]:
     inputs = (x, *problem.parameters)
     if transforms.carry_tangents(inputs):
         return REFERENCE.differentiable(problem, x)
-    if torch.compiler.is_compiling() or gate.are_plain(inputs):
-        return _run(x, problem, backend)
-    with gate.asking_subclasses(x, problem):
-        return _run(x, problem, backend)
-
-
-def _run(x: Tensor, problem: Problem, backend: str) -> tuple[Tensor, Tensor]:
-    grad = torch.is_grad_enabled()
-    needs = [grad and t is not None and t.requires_grad for t in (x, *problem.parameters)]
-    gate.refuse_gradients_of_constants(problem, needs[1:])
-    if transforms.are_active():
-        return _transformed(x, problem, backend)
-    if any(needs):
-        return _apply(StageFunction, x, problem, backend)
-    problem = problem._replace(method=problem.method._replace(anchor_every=0))
-    y, _, statistics = ops.forward(x.to(stream_dtype(x.dtype)), problem, backend)
-    return y.to(x.dtype), statistics
+    try:
+        if transforms.are_active():
+            return _transformed(x, problem, backend)
+        if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in inputs):
+            return _apply(StageFunction, x, problem, backend)
+        problem = problem._replace(method=problem.method._replace(anchor_every=0))
+        y, _, statistics = ops.forward(x.to(stream_dtype(x.dtype)), problem, backend)
+        return y.to(x.dtype), statistics
+    except gate.NOT_IMPLEMENTED as error:
+        gate.blame_subclasses(inputs, problem, error)
+        raise
 
 
 @uncompiled  # traced inside a compiled torch.func.grad, a Function would have the gradient zero
@@ -57,6 +52,9 @@ def _transformed(x: Tensor, problem: Problem, backend: str) -> tuple[Tensor, Ten
 def _apply(
     function: type[torch.autograd.Function], x: Tensor, problem: Problem, backend: str
 ) -> tuple[Tensor, Tensor]:
+    if problem.block == "conv":
+        needs = [t is not None and t.requires_grad for t in problem.parameters]
+        gate.refuse_gradients_of_constants(problem, needs)
     without_parameters = problem._replace(parameters=())
     y, statistics, *_ = function.apply(x, without_parameters, backend, *problem.parameters)
     return y, statistics
@@ -69,9 +67,10 @@ class StageFunction(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, problem: Problem, backend: str, *parameters: Tensor | None
     ) -> Any:
-        outputs = _forward(x, problem, backend, *parameters)
-        _save(ctx, (x, problem, backend, *parameters), outputs)
-        return outputs[:2]
+        y, statistics, end, anchors = _forward(x, problem, backend, *parameters)
+        _save(ctx, x, problem, backend, parameters, y if end is None else end, anchors)
+        ctx.mark_non_differentiable(statistics)
+        return y, statistics
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
@@ -104,7 +103,10 @@ class TransformedStageFunction(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Outputs) -> None:
-        _save(ctx, inputs, output)
+        x, problem, backend, *parameters = inputs
+        y, statistics, end, anchors = output
+        _save(ctx, x, problem, backend, parameters, y if end is None else end, anchors)
+        ctx.mark_non_differentiable(statistics, anchors, *[] if end is None else [end])
 
     backward = staticmethod(uncompiled(StageFunction.backward))
 
@@ -120,12 +122,17 @@ def _forward(x: Tensor, problem: Problem, backend: str, *parameters: Tensor | No
     return y, statistics, None if end is y else end, anchors
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], outputs: Outputs) -> None:
-    x, problem, backend, *parameters = inputs
-    y, statistics, end, anchors = outputs
+def _save(
+    ctx: Any,
+    x: Tensor,
+    problem: Problem,
+    backend: str,
+    parameters: Sequence[Tensor | None],
+    end: Tensor,
+    anchors: Tensor,
+) -> None:
     ctx.problem, ctx.backend, ctx.dtype = problem, backend, x.dtype
     # The reverse rule "exact" recomputes states from x[0]; the others reconstruct from x[N].
-    start = x if problem.method.reverse_rule == "exact" else y if end is None else end
-    ctx.save_for_backward(start, anchors, *parameters)
-    ctx.mark_non_differentiable(*[t for t in (statistics, end, anchors) if t is not None])
+    exact = problem.method.reverse_rule == "exact"
+    ctx.save_for_backward(x if exact else end, anchors, *parameters)
     ctx.set_materialize_grads(False)

@@ -12,8 +12,7 @@ cannot, or if the kernel itself is given such a tensor, the tensor is refused.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -27,6 +26,8 @@ REFUSED = (
     *("QuantizedCPU", "QuantizedCUDA", "AutogradNestedTensor"),
 )
 PLAIN = frozenset({Tensor, nn.Parameter, nn.Buffer, type(None)})
+NOT_IMPLEMENTED = (NotImplementedError, RuntimeError, TypeError)
+"""What subclasses raise if they do not know an op."""
 STACKED = {"mlp": ("w1", "b1", "w2", "b2"), "linear": ("weight",)}
 
 
@@ -66,33 +67,20 @@ def _resolved(argument: Any) -> Any:
     return argument.resolve_conj().resolve_neg()
 
 
-def are_plain(tensors: Sequence[Tensor | None]) -> bool:
-    """Whether no tensor is of a subclass that might keep its value elsewhere."""
-    return PLAIN.issuperset(map(type, tensors))
-
-
 def check(tensors: Sequence[Tensor | None], states: Sequence[str], problem: Problem) -> None:
     """Refuses subclasses that keep their value elsewhere, if there are any."""
-    if not are_plain(tensors) and any(map(_runs_ops_itself, tensors)):
+    if not PLAIN.issuperset(map(type, tensors)) and any(map(_runs_ops_itself, tensors)):
         raise _refusal(tensors, states, problem, _runs_ops_itself)
 
 
-@contextmanager
-def asking_subclasses(x: Tensor, problem: Problem) -> Iterator[None]:
-    """Context in which subclasses may run the op. Those that cannot are refused."""
-    try:
-        yield
-    except (NotImplementedError, RuntimeError, TypeError) as error:
-        tensors = (x, *problem.parameters)
-        if any(map(_runs_ops_itself, tensors)):
-            raise _refusal(tensors, ("x",), problem, _runs_ops_itself) from error
-        raise
+def blame_subclasses(inputs: Sequence[Tensor | None], problem: Problem, error: Exception) -> None:
+    """Refuses subclasses that cannot run the op, if ``error`` was raised by one."""
+    if any(map(_runs_ops_itself, inputs)):
+        raise _refusal(inputs, ("x",), problem, _runs_ops_itself) from error
 
 
 def refuse_gradients_of_constants(problem: Problem, needs: Sequence[bool]) -> None:
     """conv: a given mean or variance is a constant, whose gradient no backend computes."""
-    if problem.block != "conv":
-        return
     for field in ("mean", "variance"):
         first = ConvLayer._fields.index(field)
         if any(needs[first::PER_LAYER]):

@@ -77,7 +77,8 @@ def _reverse(
 ) -> list[Tensor]:
     problem, backend = Problem.from_flat(fields[:-1]), backends.REGISTRY[fields[-1]]
     gate.check((start, anchors, cotangent, *problem.parameters), STATES["reverse"], problem)
-    gate.refuse_gradients_of_constants(problem, needs[1:])
+    if problem.block == "conv":
+        gate.refuse_gradients_of_constants(problem, needs[1:])
     gradients = _new_gradients(start, needs, problem)
     if start.numel():
         wanted = [g if need else None for g, need in zip(gradients, needs, strict=True)]
