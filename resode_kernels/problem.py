@@ -16,7 +16,7 @@ class ConvLayer(NamedTuple):
 
     weight          [blocks, out, in, size, size], size 1 or 3
     gamma, beta     [blocks, out] or None
-    mean, variance  [blocks, out] to normalize by; None: normalize by the batch
+    mean, variance  [blocks, out] to normalize by, without gradients; None: normalize by the batch
     """
 
     weight: Tensor
