@@ -104,6 +104,21 @@ def test_per_sample_gradients_are_those_of_one_sample(rule: dict[str, Any], back
         close(got[1][i], of_x, rtol=1e-12, atol=1e-13)
 
 
+@pytest.mark.parametrize("low", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("rule", [RULES[1], RULES[6], RULES[9]], ids=name)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_16_bit_inputs(backend: str, rule: dict[str, Any], low: torch.dtype) -> None:
+    """The reverse pass begins at x[N] in float32, also inside of a transform."""
+    stage, _, x = pair("tanh", backend, **{"backward": "adjoint", **rule})
+    stage, batch = stage.to(low), torch.stack([x, -x]).to(low)
+    got = vmap(grad(lambda x: loss(stage(x).float())))(batch)
+    assert got.dtype == low
+    for sample, gradient in zip(batch, got, strict=True):
+        leaf = sample.clone().requires_grad_()
+        expected = torch.autograd.grad(loss(stage(leaf).float()), leaf)[0]
+        close(gradient, expected, rtol=0, atol=0)
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_ensembles(kind: str, backend: str) -> None:
