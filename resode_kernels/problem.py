@@ -16,7 +16,7 @@ class ConvLayer(NamedTuple):
 
     weight          [blocks, out, in, size, size], size 1 or 3
     gamma, beta     [blocks, out] or None
-    mean, variance  [blocks, out] to normalize by; None: normalize by the batch
+    mean, variance  [blocks, out] to normalize by, without gradients; None: normalize by the batch
     """
 
     weight: Tensor
@@ -100,6 +100,8 @@ class Problem(NamedTuple):
 
 
 _METHOD = Problem._fields.index("method")
+FLAT = len(Problem._fields) - 1 + len(Method._fields)
+"""The number of values in ``Problem.flat()``."""
 _SCHEMA_TYPES: dict[Any, str] = {
     str: "str",
     int: "int",

@@ -176,7 +176,7 @@ class Conv(Block):
         for (weight, *_), pair in zip(self.layers, moments, strict=True):
             out = weight.shape[0]
             if pair is not None:
-                row[:out], row[out : 2 * out] = pair
+                row[:out], row[out : 2 * out] = (moment.detach() for moment in pair)
             row = row[2 * out :]
 
     def evaluate(self, x: Tensor) -> tuple[Tensor, list[tuple[Tensor, ...]]]:

@@ -12,6 +12,7 @@ from torch import Tensor
 from .. import reference
 from ..nonfinite import Extremes
 from ..problem import PER_LAYER, Problem
+from ..states import stream_dtype
 from .contract import ForwardIO, ReverseIO
 
 
@@ -74,6 +75,18 @@ class EngineBackend:
         for place, state in zip(io.anchors, anchors.values(), strict=True):
             place.copy_(state)
 
+    def differentiable(self, problem: Problem, x: Tensor) -> tuple[Tensor, Tensor]:
+        """x[N] in x's dtype and the batch statistics, by operations that autograd and forward-mode
+        differentiation see."""
+        state = x.to(stream_dtype(x.dtype))
+        if problem.block == "conv":
+            problem = problem._replace(parameters=_with_constants_as_scales(problem))
+        statistics = state.new_zeros(problem.statistics)
+        with torch.autocast(x.device.type, enabled=False):
+            scheme = self.scheme(problem, state.dtype, statistics)
+            result, _ = reference.forward(scheme, state)
+        return result.to(x.dtype), statistics
+
     def reverse(self, problem: Problem, io: ReverseIO) -> None:
         method, start = problem.method, io.start
         scheme = self.scheme(problem, start.dtype)
@@ -103,6 +116,22 @@ class EngineBackend:
             else:
                 for n in range(gradient.shape[0]):
                     gradient[n].copy_(sums[scheme.f[n]][i])
+
+
+def _with_constants_as_scales(problem: Problem) -> tuple[Tensor | None, ...]:
+    """conv: the parameters with γ/√(variance + ε) as γ, and β accordingly, where mean and variance
+    are given: PyTorch's batch norm does not differentiate these."""
+    parameters: list[Tensor | None] = []
+    for i in range(0, len(problem.parameters), PER_LAYER):
+        weight, gamma, beta, mean, variance = problem.parameters[i : i + PER_LAYER]
+        if mean is not None and variance is not None:
+            mean, variance = (t.to(stream_dtype(t.dtype)) for t in (mean, variance))
+            scale = (variance + problem.epsilon).rsqrt()
+            gamma = scale if gamma is None else gamma * scale
+            beta = -mean * gamma if beta is None else beta - mean * gamma
+            mean, variance = torch.zeros_like(mean), torch.ones_like(mean) - problem.epsilon
+        parameters += [weight, gamma, beta, mean, variance]
+    return tuple(parameters)
 
 
 REFERENCE = EngineBackend("reference")

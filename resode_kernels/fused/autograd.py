@@ -5,27 +5,58 @@ data-parallel wrappers work."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from .. import transforms
+from ..backends.engine import REFERENCE
 from ..problem import Problem
 from ..states import stream_dtype
+from ..uncompiled import uncompiled
 from ..undifferentiable import undifferentiable
-from . import ops
+from . import batching, gate, ops
+
+Outputs = tuple[Tensor, Tensor, Tensor | None, Tensor]
+"""x[N] in x's dtype, the batch statistics, x[N] in the stream's dtype if that is another one, and
+the anchors."""
 
 
 def run(x: Tensor, problem: Problem, backend: str) -> tuple[Tensor, Tensor]:
     """x[N] in x's dtype, differentiable if needed, and the batch statistics."""
     inputs = (x, *problem.parameters)
-    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in inputs):
-        without_parameters = problem._replace(parameters=())
-        y, statistics = StageFunction.apply(x, without_parameters, backend, *problem.parameters)
-    else:
+    if transforms.carry_tangents(inputs):
+        return REFERENCE.differentiable(problem, x)
+    try:
+        if transforms.are_active():
+            return _transformed(x, problem, backend)
+        if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in inputs):
+            return _apply(StageFunction, x, problem, backend)
         problem = problem._replace(method=problem.method._replace(anchor_every=0))
         y, _, statistics = ops.forward(x.to(stream_dtype(x.dtype)), problem, backend)
-        y = y.to(x.dtype)
+        return y.to(x.dtype), statistics
+    except gate.NOT_IMPLEMENTED as error:
+        gate.blame_subclasses(inputs, problem, error)
+        raise
+
+
+@uncompiled  # traced inside a compiled torch.func.grad, a Function would have the gradient zero
+def _transformed(x: Tensor, problem: Problem, backend: str) -> tuple[Tensor, Tensor]:
+    if transforms.are_functionalizing():
+        return REFERENCE.differentiable(problem, x)
+    return _apply(TransformedStageFunction, x, problem, backend)
+
+
+def _apply(
+    function: type[torch.autograd.Function], x: Tensor, problem: Problem, backend: str
+) -> tuple[Tensor, Tensor]:
+    if problem.block == "conv":
+        needs = [t is not None and t.requires_grad for t in problem.parameters]
+        gate.refuse_gradients_of_constants(problem, needs)
+    without_parameters = problem._replace(parameters=())
+    y, statistics, *_ = function.apply(x, without_parameters, backend, *problem.parameters)
     return y, statistics
 
 
@@ -34,27 +65,19 @@ class StageFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        x: Tensor,
-        problem: Problem,
-        backend: str,
-        *parameters: Tensor | None,
-    ) -> tuple[Tensor, Tensor]:
-        ctx.problem, ctx.backend, ctx.dtype = problem, backend, x.dtype
-        problem = problem._replace(parameters=parameters)
-        y, anchors, statistics = ops.forward(x.to(stream_dtype(x.dtype)), problem, backend)
-        # The reverse rule "exact" recomputes states from x[0]; the others reconstruct from x[N].
-        exact = problem.method.reverse_rule == "exact"
-        ctx.save_for_backward(x if exact else y, anchors, *parameters)
+        ctx: Any, x: Tensor, problem: Problem, backend: str, *parameters: Tensor | None
+    ) -> Any:
+        y, statistics, end, anchors = _forward(x, problem, backend, *parameters)
+        _save(ctx, x, problem, backend, parameters, y if end is None else end, anchors)
         ctx.mark_non_differentiable(statistics)
-        ctx.set_materialize_grads(False)
-        return y.to(x.dtype), statistics
+        return y, statistics
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor | None, _: Any) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
         if grad is None:
             return (None,) * len(ctx.needs_input_grad)
         saved = ctx.saved_tensors
+        transforms.refuse_tangents((grad, *saved))
         start, anchors, *parameters = saved
         needs = (ctx.needs_input_grad[0], *ctx.needs_input_grad[3:])
         with torch.no_grad():
@@ -68,3 +91,48 @@ class StageFunction(torch.autograd.Function):
         if torch.is_grad_enabled():  # create_graph=True
             grad_x, *grads = undifferentiable((grad_x, *grads), (grad, *saved))
         return grad_x, None, None, *grads
+
+
+class TransformedStageFunction(torch.autograd.Function):
+    """``StageFunction`` for the transforms of ``torch.func``. They need a forward pass without
+    ``ctx``, which every call would pay for with 10 µs."""
+
+    @staticmethod
+    def forward(x: Tensor, problem: Problem, backend: str, *parameters: Tensor | None) -> Any:
+        return _forward(x, problem, backend, *parameters)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Outputs) -> None:
+        x, problem, backend, *parameters = inputs
+        y, statistics, end, anchors = output
+        _save(ctx, x, problem, backend, parameters, y if end is None else end, anchors)
+        ctx.mark_non_differentiable(statistics, anchors, *[] if end is None else [end])
+
+    backward = staticmethod(uncompiled(StageFunction.backward))
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[Any, ...], x: Tensor, *arguments: Any) -> Any:
+        return batching.forward(TransformedStageFunction.apply, info, in_dims, x, *arguments)
+
+
+def _forward(x: Tensor, problem: Problem, backend: str, *parameters: Tensor | None) -> Outputs:
+    problem = problem._replace(parameters=parameters)
+    end, anchors, statistics = ops.forward(x.to(stream_dtype(x.dtype)), problem, backend)
+    y = end.to(x.dtype)
+    return y, statistics, None if end is y else end, anchors
+
+
+def _save(
+    ctx: Any,
+    x: Tensor,
+    problem: Problem,
+    backend: str,
+    parameters: Sequence[Tensor | None],
+    end: Tensor,
+    anchors: Tensor,
+) -> None:
+    ctx.problem, ctx.backend, ctx.dtype = problem, backend, x.dtype
+    # The reverse rule "exact" recomputes states from x[0]; the others reconstruct from x[N].
+    exact = problem.method.reverse_rule == "exact"
+    ctx.save_for_backward(x if exact else end, anchors, *parameters)
+    ctx.set_materialize_grads(False)

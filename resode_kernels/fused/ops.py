@@ -10,6 +10,7 @@ Each op allocates its results and lets a backend fill them. States are in the st
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,6 +20,10 @@ from torch import Tensor
 from .. import backends, nonfinite
 from ..backends.contract import ForwardIO, ReverseIO
 from ..problem import Problem, schema
+from . import batching, gate
+
+STATES = {"forward": ("x",), "reverse": ("start", "anchors", "cotangent")}
+"""The tensors among each op's arguments, before those of the problem."""
 
 library = torch.library.Library("resode_kernels", "DEF")
 library.define(
@@ -60,6 +65,7 @@ def _fake_reverse(
 
 def _forward(x: Tensor, *fields: Any) -> tuple[Tensor, Tensor, Tensor]:
     problem, backend = Problem.from_flat(fields[:-1]), backends.REGISTRY[fields[-1]]
+    gate.check((x, *problem.parameters), STATES["forward"], problem)
     io = ForwardIO(x, *_new_states(x, problem))
     if x.numel():
         backend.forward(problem, io)
@@ -70,6 +76,9 @@ def _reverse(
     start: Tensor, anchors: Tensor, cotangent: Tensor, needs: Sequence[bool], *fields: Any
 ) -> list[Tensor]:
     problem, backend = Problem.from_flat(fields[:-1]), backends.REGISTRY[fields[-1]]
+    gate.check((start, anchors, cotangent, *problem.parameters), STATES["reverse"], problem)
+    if problem.block == "conv":
+        gate.refuse_gradients_of_constants(problem, needs[1:])
     gradients = _new_gradients(start, needs, problem)
     if start.numel():
         wanted = [g if need else None for g, need in zip(gradients, needs, strict=True)]
@@ -87,12 +96,17 @@ def _reverse(
     return gradients
 
 
-for _name, _implementation, _fake in (
-    ("forward", _forward, _fake_forward),
-    ("reverse", _reverse, _fake_reverse),
+for _name, _implementation, _fake, _batched in (
+    ("forward", _forward, _fake_forward, batching.one_by_one),
+    ("reverse", _reverse, _fake_reverse, batching.reverse),
 ):
+    _op = getattr(torch.ops.resode_kernels, _name).default
     library.impl(_name, _implementation, "CompositeExplicitAutograd")
+    gate.register(library, _name, _op, STATES[_name])
     torch.library.register_fake(f"resode_kernels::{_name}", _fake, lib=library)
+    torch.library.register_vmap(
+        f"resode_kernels::{_name}", functools.partial(_batched, _op), lib=library
+    )
 
 
 def forward(x: Tensor, problem: Problem, backend: str) -> tuple[Tensor, Tensor, Tensor]:

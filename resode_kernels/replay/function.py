@@ -15,9 +15,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd import forward_ad
 
-from .. import nonfinite, reference
+from .. import nonfinite, reference, transforms
 from ..options import Method
 from ..states import State, in_stream, parts, state_like
 from ..uncompiled import uncompiled
@@ -195,6 +194,7 @@ class ResidualFunction(torch.autograd.Function):
     def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor | None, ...]:
         run: Run = ctx.run
         saved, width = ctx.saved_tensors, len(cotangents)
+        transforms.refuse_tangents((*cotangents, *saved))
         end = width * (1 + len(ctx.anchor_steps))
         _, arguments, parameters = run.split((*cotangents, *saved[end:]))
         with torch.no_grad():
@@ -220,13 +220,6 @@ class ResidualFunction(torch.autograd.Function):
         return None, *gradients
 
 
-def is_transformed() -> bool:
-    """Whether forward-mode derivatives or transforms of ``torch.func`` are active, which
-    differentiate PyTorch's operations one by one."""
-    functorch: bool = torch._C._are_functorch_transforms_active()
-    return functorch or forward_ad._current_level >= 0
-
-
 @uncompiled
 def run(
     modules: Sequence[nn.Module],
@@ -245,7 +238,7 @@ def run(
     # Inference mode is left, because in-place changes of tensors cannot be detected in it.
     with torch.inference_mode(False), torch.set_grad_enabled(grad):
         x = state_like(x, [t.clone() if t.is_inference() else t for t in parts(x)])
-        stored = stored or is_transformed()
+        stored = stored or transforms.may_apply()
         if stored:
             combine = reference.combine  # torch differentiates its own additions, not a kernel
         if grad and not stored:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from typing_extensions import Unpack
 
-from .. import backends, checks, functional
+from .. import backends, checks, functional, transforms
 from ..defaults import KINKED, SmoothBatchNormOptions
 from ..options import Options, StageOptions, choice, documents_options, flag, positive_int
 from ..reference import ACTIVATIONS
@@ -288,6 +288,10 @@ class ConvStage(ResidualStage):
         """Updates running statistics as ``nn.BatchNorm2d`` does, evaluation by evaluation."""
         if not any(layer.bn.training for block in blocks for layer in block):
             return
+        if transforms.are_active():
+            for layer in chain(*blocks):
+                if layer.bn.training and layer.bn.running_mean is not None:
+                    transforms.refuse_captured(statistics, layer.bn.running_mean)
         euler = self.options.scheme == "euler"
         for evaluation, row in enumerate(statistics.unbind()):
             n = evaluation if euler else evaluation // 2 + evaluation % 2
