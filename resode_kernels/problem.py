@@ -76,7 +76,8 @@ class Problem(NamedTuple):
     def statistics(self) -> tuple[int, int]:
         """The shape of the batch statistics that the forward pass returns: for every evaluation,
         the mean and the unbiased variance of every channel of every layer. Empty unless conv."""
-        return self.evaluations, sum(2 * out for _, out, _ in self.convolutions)
+        channels = sum(out for _, out, _ in self.convolutions) if self.layers else 0
+        return self.evaluations, 2 * channels
 
     @property
     def blocks(self) -> int:

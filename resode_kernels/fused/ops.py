@@ -19,6 +19,7 @@ from torch import Tensor
 from .. import backends, nonfinite
 from ..backends.contract import ForwardIO, ReverseIO
 from ..problem import Problem, schema
+from . import validation
 
 library = torch.library.Library("resode_kernels", "DEF")
 library.define(
@@ -49,17 +50,23 @@ def _new_gradients(start: Tensor, needs: Sequence[bool], problem: Problem) -> li
 
 
 def _fake_forward(x: Tensor, *fields: Any) -> tuple[Tensor, Tensor, Tensor]:
-    return _new_states(x, Problem.from_flat(fields[:-1]))
+    problem = Problem.from_flat(fields[:-1])
+    validation.forward(x, problem, fields[-1])
+    return _new_states(x, problem)
 
 
 def _fake_reverse(
     start: Tensor, anchors: Tensor, cotangent: Tensor, needs: Sequence[bool], *fields: Any
 ) -> list[Tensor]:
-    return _new_gradients(start, needs, Problem.from_flat(fields[:-1]))
+    problem = Problem.from_flat(fields[:-1])
+    validation.reverse(start, anchors, cotangent, needs, problem, fields[-1])
+    return _new_gradients(start, needs, problem)
 
 
 def _forward(x: Tensor, *fields: Any) -> tuple[Tensor, Tensor, Tensor]:
-    problem, backend = Problem.from_flat(fields[:-1]), backends.REGISTRY[fields[-1]]
+    problem = Problem.from_flat(fields[:-1])
+    validation.forward(x, problem, fields[-1])
+    backend = backends.REGISTRY[fields[-1]]
     io = ForwardIO(x, *_new_states(x, problem))
     if x.numel():
         backend.forward(problem, io)
@@ -69,7 +76,9 @@ def _forward(x: Tensor, *fields: Any) -> tuple[Tensor, Tensor, Tensor]:
 def _reverse(
     start: Tensor, anchors: Tensor, cotangent: Tensor, needs: Sequence[bool], *fields: Any
 ) -> list[Tensor]:
-    problem, backend = Problem.from_flat(fields[:-1]), backends.REGISTRY[fields[-1]]
+    problem = Problem.from_flat(fields[:-1])
+    validation.reverse(start, anchors, cotangent, needs, problem, fields[-1])
+    backend = backends.REGISTRY[fields[-1]]
     gradients = _new_gradients(start, needs, problem)
     if start.numel():
         wanted = [g if need else None for g, need in zip(gradients, needs, strict=True)]
