@@ -1,6 +1,6 @@
 // What the Python modules `resode_kernels_cpu` and `resode_kernels_cuda` have in common: the
-// structs of checks.h and stage.h as Python classes. Callers pass contiguous memory, which they keep
-// alive, as (address, bytes); the address 0 says that there is none.
+// structs of checks.h and stage.h as Python classes. Callers pass contiguous memory, which they
+// keep alive, as (address, bytes); the address 0 says that there is none.
 
 #pragma once
 
@@ -88,11 +88,11 @@ std::shared_ptr<PyStage> make_stage(
 [[maybe_unused]] void bind_structs(py::module_& m) {
   m.attr("INTERFACE") = kInterface;
   py::class_<PyStage, std::shared_ptr<PyStage>>(m, "Stage", py::module_local())
-      .def(py::init(&make_stage), py::arg("block"), py::arg("activation"),
-           py::arg("scheme"), py::arg("steps"), py::arg("step"), py::arg("tied"), py::arg("rows"),
-           py::arg("dim"), py::arg("hidden"), py::arg("height"), py::arg("width"),
-           py::arg("convolutions"), py::arg("epsilon"), py::arg("stream"), py::arg("storage"),
-           py::arg("parameters"), py::arg("anchor_every"), py::arg("threads"));
+      .def(py::init(&make_stage), py::arg("block"), py::arg("activation"), py::arg("scheme"),
+           py::arg("steps"), py::arg("step"), py::arg("tied"), py::arg("rows"), py::arg("dim"),
+           py::arg("hidden"), py::arg("height"), py::arg("width"), py::arg("convolutions"),
+           py::arg("epsilon"), py::arg("stream"), py::arg("storage"), py::arg("parameters"),
+           py::arg("anchor_every"), py::arg("threads"));
 
   py::class_<ForwardMemory>(m, "Forward", py::module_local())
       .def(py::init([](PyMemory x, PyMemory y, PyMemory anchors, PyMemory statistics) {
@@ -114,9 +114,8 @@ std::shared_ptr<PyStage> make_stage(
                                   to_native(gradients),
                                   to_native(nonfinite)};
            }),
-           py::arg("reverse_rule"), py::arg("order"), py::arg("start"),
-           py::arg("anchors"), py::arg("cotangent"), py::arg("grad_x"), py::arg("gradients"),
-           py::arg("nonfinite"));
+           py::arg("reverse_rule"), py::arg("order"), py::arg("start"), py::arg("anchors"),
+           py::arg("cotangent"), py::arg("grad_x"), py::arg("gradients"), py::arg("nonfinite"));
 }
 
 // A pass that is ready to run, with what its plan refers to.

@@ -71,7 +71,8 @@ inline void check_memory(const char* name, Memory memory, int64_t needed, int64_
   const bool fits = memory.at && memory.bytes >= uint64_t(needed);
   if (fits && memory.at % uint64_t(each) == 0) return;
   const std::string entry = index < 0 ? "" : "[" + std::to_string(index) + "]";
-  if (fits) refuse(name + entry + " must begin at a multiple of " + std::to_string(each) + " bytes");
+  if (fits)
+    refuse(name + entry + " must begin at a multiple of " + std::to_string(each) + " bytes");
   refuse(name + entry + " must have " + std::to_string(needed) + " bytes, not " +
          std::to_string(memory.at ? memory.bytes : 0));
 }
@@ -133,8 +134,11 @@ inline std::vector<void*> complete(Stage& s, const std::vector<Memory>& paramete
   check_between("hidden", s.hidden, 1, kMaxWidth);
   check_between("anchor_every", s.anchor_every, 0, kMaxSteps);
   check_between("threads", s.threads, 1, kMaxThreads);
+  if (s.block != Block::linear && s.activation == Activation::identity)
+    refuse("activation must not be 'identity', except of linear blocks");
   if (!std::isfinite(s.step)) refuse("step must be finite");
-  if (!(s.epsilon >= 0 && std::isfinite(s.epsilon))) refuse("epsilon must be 0 or more, and finite");
+  if (!(s.epsilon >= 0 && std::isfinite(s.epsilon)))
+    refuse("epsilon must be 0 or more, and finite");
   if ((s.stream == DType::float64) != (s.storage == DType::float64))
     refuse("stream and storage must both be float64, or neither");
   if (product({s.rows, s.dim, bytes_of(s.stream)}) > kMaxBytes)
@@ -150,7 +154,8 @@ inline std::vector<void*> complete(Stage& s, const std::vector<Memory>& paramete
     const bool weight = s.block == Block::conv ? i % 5 == 0 : i % 2 == 0;
     if (weight && absent(i)) refuse("parameters[" + std::to_string(i) + "] is a weight: give it");
     if (s.block == Block::conv && i % 5 == 3 && absent(i) != absent(i + 1))
-      refuse("parameters[" + std::to_string(i) + "] and the next, mean and variance: give both or none");
+      refuse("parameters[" + std::to_string(i) +
+             "] and the next, mean and variance: give both or none");
   }
   s.parameters = table.data();
   s.anchor_every = std::min(s.anchor_every, s.steps);  // beyond there are none either
@@ -185,7 +190,8 @@ inline Reverse checked(const Stage& s, const ReverseMemory& io, std::vector<void
   const bool exact = io.reverse_rule == ReverseRule::exact,
              predicted = io.reverse_rule == ReverseRule::predicted;
   check_between("order", io.order, 1, predicted ? kMaxOrder : kMaxSteps);
-  if (exact) check_between("anchor_every of the reverse rule 'exact'", s.anchor_every, 1, kMaxSteps);
+  if (exact)
+    check_between("anchor_every of the reverse rule 'exact'", s.anchor_every, 1, kMaxSteps);
   const int64_t states = (exact ? s.anchor_every : 1) + kMaxOrder + 2;
   if (product({states, s.rows, s.dim + 64, 8}) > kMaxTogether)
     refuse("anchor_every: so many states of this size cannot be held");
@@ -202,8 +208,13 @@ inline Reverse checked(const Stage& s, const ReverseMemory& io, std::vector<void
     if (s.block == Block::conv && i % 5 >= 3)
       refuse("gradients[" + std::to_string(i) + "]: mean and variance have no gradient");
   }
-  return {io.reverse_rule, io.order, pointer<const void>(io.start), pointer<const void>(io.anchors),
-          pointer<const void>(io.cotangent), pointer<void>(io.grad_x), table.data(),
+  return {io.reverse_rule,
+          io.order,
+          pointer<const void>(io.start),
+          pointer<const void>(io.anchors),
+          pointer<const void>(io.cotangent),
+          pointer<void>(io.grad_x),
+          table.data(),
           pointer<int32_t>(io.nonfinite)};
 }
 

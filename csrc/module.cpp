@@ -1,5 +1,5 @@
-// The Python module `resode_kernels_cpu`. It allocates no tensors and does not know torch. The GIL is
-// released while kernels run.
+// The Python module `resode_kernels_cpu`. It allocates no tensors and does not know torch. The GIL
+// is released while kernels run.
 
 #include <string>
 #include <type_traits>

@@ -49,9 +49,7 @@ def reverse(problem: Problem, io: ReverseIO) -> None:
     with native.written([to_x, *to_parameters]) as results:
         for result in results:
             _use_large_pages(result)
-        io = io._replace(
-            start=start, anchors=anchors, cotangent=cotangent, gradients=results
-        )
+        io = io._replace(start=start, anchors=anchors, cotangent=cotangent, gradients=results)
         _run(problem, start, native.reverse_of(_C, problem, io))
 
 

@@ -175,7 +175,7 @@ def _fields(
 ) -> None:
     """Checks what is no tensor."""
     choice("block", block, tuple(NAMES))
-    choice("activation", activation, ("identity", *ACTIVATIONS))
+    choice("activation", activation, ("identity",) if block == "linear" else tuple(ACTIVATIONS))
     choice("scheme", method.scheme, get_args(Scheme))
     choice("reverse_rule", method.reverse_rule, (*ORDERS, "exact"))
     choice("nonfinite", method.nonfinite, get_args(NonFinite))

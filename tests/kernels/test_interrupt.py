@@ -69,18 +69,15 @@ if direction == "forward":
 assert all(p.grad is None for p in stage.parameters())
 
 # What comes next is computed as ever.
-stage = make(8)
 results = []
 for backend in ("cpp", "reference"):
-    stage.options = rk.options.Options.of({"step": 1e-6, "backend": backend}) if False else stage.options
-    stage.zero_grad()
-    stage.train()
-    y = stage(x)
+    after = make(8, backend=backend, **{**options, "anchor_every": None})
+    after.load_state_dict(stage.state_dict())
+    y = after(x)
     y.sum().backward()
-    results.append((y.detach(), [p.grad.clone() for p in stage.parameters()]))
-assert torch.equal(results[0][0], results[1][0])
-for a, b in zip(results[0][1], results[1][1], strict=True):
-    assert torch.equal(a, b)
+    results.append([y.detach(), *(p.grad for p in after.parameters())])
+for a, b in zip(*results, strict=True):
+    torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-3)
 print(f"{waited:.3f}")
 """
 

@@ -31,8 +31,8 @@ class Halt {
 
  private:
   using Clock = std::chrono::steady_clock;
-  // Multiply-adds that take some 10 to 100 µs. Steps of the smallest stages take less than a look at
-  // the clock is worth.
+  // Multiply-adds that take some 10 to 100 µs. Steps of the smallest stages take less than a look
+  // at the clock is worth.
   static constexpr int64_t kWork = 1 << 20;
 
   resode::Stop stop{};
