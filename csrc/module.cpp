@@ -1,61 +1,17 @@
-// The Python module `resode_kernels_cpu`. It checks no arguments, allocates no tensors and does not
-// know torch. The GIL is released while kernels run.
+// The Python module `resode_kernels_cpu`. It allocates no tensors and does not know torch. The GIL
+// is released while kernels run.
 
 #include <string>
 #include <type_traits>
 #include <vector>
 
 #include "bindings.h"
+#include "builds.h"
 #include "cpu/core/pages.h"
 
 namespace resode {
 
-#if defined(RESODE_WITH_BASELINE)
-extern const Kernels kernels_baseline;
-#endif
-#if defined(RESODE_WITH_AVX2)
-extern const Kernels kernels_avx2;
-#endif
-#if defined(RESODE_WITH_AVX512_NARROW)
-extern const Kernels kernels_avx512_narrow;
-#endif
-#if defined(RESODE_WITH_AVX512)
-extern const Kernels kernels_avx512;
-#endif
-
 namespace {
-
-struct Build {
-  const Kernels* kernels;
-  bool supported;  // by this processor
-};
-
-// From the plainest to the widest.
-std::vector<Build> find_builds() {
-  std::vector<Build> all;
-  [[maybe_unused]] const auto has_avx512 = [] {
-    return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512vl") &&
-           __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512bw");
-  };
-#if defined(RESODE_WITH_BASELINE)
-  all.push_back({&kernels_baseline, true});
-#endif
-#if defined(RESODE_WITH_AVX2)
-  all.push_back({&kernels_avx2, __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")});
-#endif
-#if defined(RESODE_WITH_AVX512_NARROW)
-  all.push_back({&kernels_avx512_narrow, has_avx512()});
-#endif
-#if defined(RESODE_WITH_AVX512)
-  all.push_back({&kernels_avx512, has_avx512()});
-#endif
-  return all;
-}
-
-const std::vector<Build>& builds() {
-  static const std::vector<Build> all = find_builds();
-  return all;
-}
 
 std::vector<std::string> instruction_sets(bool only_supported) {
   std::vector<std::string> names;
@@ -112,13 +68,13 @@ struct Plan {
   size_t workspace_bytes;
 
   Plan(const Stage& stage, const Io& io)
-      : stage(stage), io(io), kernels(kernels_for(stage)), workspace_bytes(run(nullptr)) {}
+      : stage(stage), io(io), kernels(kernels_for(stage)), workspace_bytes(run(nullptr, {})) {}
 
-  size_t run(void* workspace) const {
+  size_t run(void* workspace, Stop stop) const {
     if constexpr (std::is_same_v<Io, Forward>)
-      return kernels.forward(stage, io, workspace);
+      return kernels.forward(stage, io, workspace, stop);
     else
-      return kernels.reverse(stage, io, workspace);
+      return kernels.reverse(stage, io, workspace, stop);
   }
 };
 
@@ -127,16 +83,61 @@ std::optional<Plan<Io>> plan(const Stage& stage, const Io& io) {
   return Plan<Io>(stage, io);
 }
 
-template <class Io, class PyIo>
+// Runs Python without this thread, which comes back now and then to see to the process's signals.
+class Signals {
+ public:
+  Signals() : state(PyEval_SaveThread()) {}
+  Signals(const Signals&) = delete;
+  ~Signals() { PyEval_RestoreThread(state); }
+
+  // Whether to stop, because a signal's handler has raised an exception.
+  bool handle() {
+    PyEval_RestoreThread(state);
+    raised = PyErr_CheckSignals() != 0;
+    state = PyEval_SaveThread();
+    return raised;
+  }
+
+  bool raised = false;
+
+ private:
+  PyThreadState* state;
+};
+
+// How long a signal may have to wait, beside the step in work.
+constexpr double kSecondsBetweenSignals = 0.05;
+
+template <class Io>
+void run(const PyPlan<Io, Plan>& bound, PyMemory workspace, bool handles_signals) {
+  void* const at = checked_workspace(to_native(workspace), bound.plan->workspace_bytes, 64);
+  bool raised = false;
+  {
+    Signals signals;
+    const auto asked = [](void* s) { return static_cast<Signals*>(s)->handle(); };
+    bound.plan->run(at, {handles_signals ? +asked : nullptr, &signals, kSecondsBetweenSignals});
+    raised = signals.raised;
+  }
+  if (raised) throw py::error_already_set();
+}
+
+template <class Io, class IoMemory>
 void bind_pass(py::module_& m, const char* name) {
-  using BoundPlan = PyPlan<Plan<Io>, PyIo>;
-  bind_plan<Io, PyIo>(m, name, &plan<Io>)
+  using BoundPlan = PyPlan<Io, Plan>;
+  bind_plan<Io, IoMemory>(m, name, &plan<Io>)
+      .def("run", &run<Io>, py::arg("workspace"), py::arg("handles_signals"))
       .def_property_readonly("instruction_set",
-                             [](const BoundPlan& bound) { return bound.plan.kernels.name; })
+                             [](const BoundPlan& bound) { return bound.plan->kernels.name; })
       .def_property_readonly("crews", [](const BoundPlan& bound) {
-        const Crews crews = bound.plan.kernels.crews(*bound.stage);
+        const Crews crews = bound.plan->kernels.crews(*bound.stage);
         return py::make_tuple(crews.count, crews.threads_each);
       });
+}
+
+double measured_fma_peak(int threads, double seconds) {
+  check_between("threads", threads, 1, kMaxThreads);
+  if (!std::isfinite(seconds)) refuse("seconds must be finite");
+  const py::gil_scoped_release released;
+  return widest().fma_peak(threads, seconds);
 }
 
 }  // namespace
@@ -146,12 +147,10 @@ PYBIND11_MODULE(resode_kernels_cpu, m) {
 
   bind_structs(m);
 
-  bind_pass<Forward, Forward>(m, "ForwardPlan");
-  bind_pass<Reverse, PyReverse>(m, "ReversePlan");
+  bind_pass<Forward, ForwardMemory>(m, "ForwardPlan");
+  bind_pass<Reverse, ReverseMemory>(m, "ReversePlan");
   m.def("use_large_pages", &use_large_pages, py::arg("address"), py::arg("bytes"));
-  m.def(
-      "fma_peak", [](int threads, double seconds) { return widest().fma_peak(threads, seconds); },
-      py::arg("threads"), py::arg("seconds") = 0.2, py::call_guard<py::gil_scoped_release>());
+  m.def("fma_peak", &measured_fma_peak, py::arg("threads"), py::arg("seconds") = 0.2);
 
   m.def("built", [] { return instruction_sets(false); });
   m.def("supported", [] { return instruction_sets(true); });

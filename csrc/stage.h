@@ -14,7 +14,7 @@ namespace resode {
 
 // The version of the interface between Python and the compiled modules, to be raised together with
 // INTERFACE of resode_kernels/backends/native.py when a signature, a struct or an enum changes.
-constexpr int kInterface = 1;
+constexpr int kInterface = 2;
 
 // An enum, and as one text the names of its values in their order, which Python uses (bindings.h).
 template <class Enum>
@@ -40,7 +40,7 @@ constexpr int kMaxOrder = 3;  // evaluations that `predicted` extrapolates from
 // A convolution of size × size pixels, stride 1, zero padding.
 struct Convolution {
   int64_t in, out;  // channels
-  int size;         // 1 or 3
+  int64_t size;     // 1 or 3
 };
 
 struct Stage {
@@ -69,6 +69,14 @@ struct Stage {
   int threads;
 
   int64_t blocks() const { return tied ? 1 : steps + (scheme == Scheme::heun); }
+
+  // Of a block's k-th parameter.
+  int64_t elements(int k) const {
+    if (block == Block::linear) return dim * dim;
+    if (block == Block::mlp) return k == 0 || k == 2 ? dim * hidden : k == 1 ? hidden : dim;
+    const Convolution& c = convolutions[k / 5];
+    return k % 5 == 0 ? c.out * c.in * c.size * c.size : c.out;
+  }
 };
 
 // All states are [rows, dim], contiguous, in the stream's dtype; anchors are [count, rows, dim].
@@ -94,6 +102,14 @@ struct Reverse {
   int32_t* nonfinite;
 };
 
+// How a long pass is stopped: between its steps the calling thread asks, at most once in `seconds`,
+// whether to. If so the pass returns early, and what it has written is of no use.
+struct Stop {
+  bool (*asked)(void* context);  // null: the pass runs to its end
+  void* context;
+  double seconds;
+};
+
 // How a stage's threads are divided: the threads of a crew work on the same rows.
 struct Crews {
   int count, threads_each;
@@ -107,8 +123,8 @@ struct Kernels {
   // included, over those that the instruction set makes in a cycle.
   double (*cost)(const Stage&);
   Crews (*crews)(const Stage&);
-  size_t (*forward)(const Stage&, const Forward&, void* workspace);
-  size_t (*reverse)(const Stage&, const Reverse&, void* workspace);
+  size_t (*forward)(const Stage&, const Forward&, void* workspace, Stop);
+  size_t (*reverse)(const Stage&, const Reverse&, void* workspace, Stop);
   double (*fma_peak)(int threads, double seconds);  // multiply-adds count as two, per second
 };
 

@@ -27,6 +27,8 @@ class ConvLayer(NamedTuple):
 
 
 PER_LAYER = len(ConvLayer._fields)
+STACKED = {"mlp": ("w1", "b1", "w2", "b2"), "linear": ("weight",)}
+"""The names of the parameters that are stacked over blocks."""
 
 
 class Problem(NamedTuple):
@@ -52,6 +54,13 @@ class Problem(NamedTuple):
         first = self.parameters[0]
         return first is not None and first.shape[0] == 1
 
+    def name_of(self, i: int) -> str:
+        """What error messages call the i-th parameter."""
+        if self.block != "conv":
+            return STACKED[self.block][i]
+        n, k = divmod(i, PER_LAYER * self.layers)
+        return f"{ConvLayer._fields[k % PER_LAYER]} of block {n}, layer {k // PER_LAYER + 1}"
+
     def layers_of(self, n: int) -> list[tuple[Tensor | None, ...]]:
         """conv: the tensors of each of block n's layers."""
         first = n * PER_LAYER * self.layers
@@ -76,7 +85,8 @@ class Problem(NamedTuple):
     def statistics(self) -> tuple[int, int]:
         """The shape of the batch statistics that the forward pass returns: for every evaluation,
         the mean and the unbiased variance of every channel of every layer. Empty unless conv."""
-        return self.evaluations, sum(2 * out for _, out, _ in self.convolutions)
+        channels = sum(out for _, out, _ in self.convolutions) if self.layers else 0
+        return self.evaluations, 2 * channels
 
     @property
     def blocks(self) -> int:

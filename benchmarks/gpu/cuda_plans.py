@@ -12,7 +12,8 @@ from resode_kernels.backends import cuda
 
 DIMS = (16, 32, 64, 128, 256)
 ROWS, DEPTH = 65536, 16
-SOMEWHERE = 1 << 20  # an address: planning reads nothing
+SOMEWHERE = (1 << 20, 1 << 50)  # an address and bytes: planning reads nothing
+ABSENT = (0, 0)
 
 
 @dataclass(frozen=True)
@@ -69,14 +70,13 @@ def _stage(block: str, dim: int, precision: str) -> Any:
         stream="float32",
         storage="float32" if precision == "tf32" else precision,
         parameters=[SOMEWHERE] * count,
-        strides=[0] * count,
         anchor_every=0,
         threads=1,
     )
 
 
 def _forward() -> Any:
-    return cuda._CUDA.Forward(x=SOMEWHERE, y=SOMEWHERE, anchors=0, statistics=0)
+    return cuda._CUDA.Forward(x=SOMEWHERE, y=SOMEWHERE, anchors=ABSENT, statistics=ABSENT)
 
 
 def _reverse(block: str) -> Any:
@@ -85,11 +85,9 @@ def _reverse(block: str) -> Any:
         reverse_rule="refined",
         order=1,
         start=SOMEWHERE,
-        anchors=0,
+        anchors=ABSENT,
         cotangent=SOMEWHERE,
         grad_x=SOMEWHERE,
         gradients=[SOMEWHERE] * count,
-        strides=[0] * count,
-        blocks=DEPTH,
         nonfinite=SOMEWHERE,
     )

@@ -27,15 +27,15 @@ size_t with_types(const Stage& s, F f) {
   return with_block<float>(s, f);
 }
 
-size_t run_forward(const Stage& s, const resode::Forward& io, void* workspace) {
+size_t run_forward(const Stage& s, const resode::Forward& io, void* workspace, resode::Stop stop) {
   return with_types(s, [&]<class T, class Scheme, class Block>() {
-    return forward<T, Scheme, Block>(s, io, workspace);
+    return forward<T, Scheme, Block>(s, io, workspace, stop);
   });
 }
 
-size_t run_reverse(const Stage& s, const resode::Reverse& io, void* workspace) {
+size_t run_reverse(const Stage& s, const resode::Reverse& io, void* workspace, resode::Stop stop) {
   return with_types(s, [&]<class T, class Scheme, class Block>() {
-    return reverse<T, Scheme, Block>(s, io, workspace);
+    return reverse<T, Scheme, Block>(s, io, workspace, stop);
   });
 }
 

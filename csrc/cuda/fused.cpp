@@ -28,12 +28,6 @@ const FusedKernels& kernels_for(const Stage& stage, const Gpu& gpu) {
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-int64_t elements(const Stage& stage, int k) {
-  const int64_t sizes[] = {stage.hidden * stage.dim, stage.hidden, stage.dim * stage.hidden,
-                           stage.dim};
-  return stage.block == Block::mlp ? sizes[k] : stage.dim * stage.dim;
-}
-
 // Elements from parameter k of a block to that of the next, in a table as stage.h has them.
 int64_t stride(const Stage& stage, const void* const* table, int k, int bytes) {
   if (stage.blocks() == 1) return 0;
@@ -105,7 +99,7 @@ Sums layout_sums(const Stage& stage, const Reverse& io) {
     sums.offsets[k] = -1;
     if (k >= stage.count || !io.gradients[k]) continue;
     sums.offsets[k] = sums.size;
-    sums.size += ceil_div(elements(stage, k), 4) * 4;
+    sums.size += ceil_div(stage.elements(k), 4) * 4;
   }
   return sums;
 }
@@ -204,7 +198,7 @@ class Reverser {
       if (r.sums.offsets[k] < 0) continue;
       r.gradients[k] = io_.gradients[k];
       r.strides[k] = stride(stage_, io_.gradients, k, launches_.kernels->weight_bytes);
-      r.elements[k] = elements(stage_, k);
+      r.elements[k] = stage_.elements(k);
     }
     launches_.kernels->reduce(gpu_, stage_.tied ? 1 : end + heun - r.first, r);
   }

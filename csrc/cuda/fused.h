@@ -27,7 +27,7 @@ struct Plan {
   Launches launches;
   size_t workspace_bytes = 0;
 
-  // The workspace has to begin at a multiple of 256 bytes.
+  // The workspace has to begin at a multiple of 64 bytes.
   void run(void* workspace) const;
 };
 

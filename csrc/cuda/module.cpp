@@ -1,5 +1,5 @@
-// The Python module `resode_kernels_cuda`. It checks no arguments, allocates no tensors and does
-// not know torch. It links the CUDA runtime statically and can be imported where there is no GPU.
+// The Python module `resode_kernels_cuda`. It allocates no tensors and does not know
+// torch. It links the CUDA runtime statically and can be imported where there is no GPU.
 
 #include "../bindings.h"
 #include "fused.h"
@@ -10,16 +10,24 @@ void bind_layerwise(py::module_& m);
 
 namespace {
 
-template <class Io, class PyIo>
+template <class Io, class IoMemory>
 void bind_pass(py::module_& m, const char* name) {
-  using BoundPlan = PyPlan<Plan<Io>, PyIo>;
-  bind_plan<Io, PyIo>(m, name, &plan).def_property_readonly("layout", [](const BoundPlan& bound) {
-    const Launches& l = bound.plan.launches;
-    return py::dict(py::arg("rows") = l.tiling.rows, py::arg("width") = l.tiling.width,
-                    py::arg("chunk") = l.tiling.chunk, py::arg("shared") = l.shared,
-                    py::arg("threads") = kThreads, py::arg("programs") = l.programs,
-                    py::arg("steps") = l.steps);
-  });
+  using BoundPlan = PyPlan<Io, Plan>;
+  bind_plan<Io, IoMemory>(m, name, &plan)
+      .def(
+          "run",
+          [](const BoundPlan& bound, PyMemory workspace) {
+            bound.plan->run(
+                checked_workspace(to_native(workspace), bound.plan->workspace_bytes, 64));
+          },
+          py::arg("workspace"), py::call_guard<py::gil_scoped_release>())
+      .def_property_readonly("layout", [](const BoundPlan& bound) {
+        const Launches& l = bound.plan->launches;
+        return py::dict(py::arg("rows") = l.tiling.rows, py::arg("width") = l.tiling.width,
+                        py::arg("chunk") = l.tiling.chunk, py::arg("shared") = l.shared,
+                        py::arg("threads") = kThreads, py::arg("programs") = l.programs,
+                        py::arg("steps") = l.steps);
+      });
 }
 
 }  // namespace
@@ -35,8 +43,8 @@ PYBIND11_MODULE(resode_kernels_cuda, m) {
            }),
            py::kw_only(), py::arg("index"), py::arg("processors"), py::arg("shared_memory"),
            py::arg("cache"), py::arg("tf32"), py::arg("stream"));
-  bind_pass<Forward, Forward>(m, "ForwardPlan");
-  bind_pass<Reverse, PyReverse>(m, "ReversePlan");
+  bind_pass<Forward, ForwardMemory>(m, "ForwardPlan");
+  bind_pass<Reverse, ReverseMemory>(m, "ReversePlan");
   bind_layerwise(m);
   m.def("architectures", [] { return std::string(RESODE_CUDA_ARCHS); });
 }

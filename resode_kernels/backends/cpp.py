@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from typing import Any
 
 import torch
@@ -37,23 +38,24 @@ def refuses(device: torch.device, dtype: torch.dtype) -> str | None:
 
 
 def forward(problem: Problem, io: ForwardIO) -> None:
-    x = _channels_last(problem, io.x).contiguous()
+    x = native.contiguous(_channels_last(problem, io.x))
     with native.written([_channels_last(problem, io.y)]) as (y,):
         assert y is not None
         _run(problem, x, native.forward_of(_C, io._replace(x=x, y=y)))
 
 
 def reverse(problem: Problem, io: ReverseIO) -> None:
-    start, cotangent = (_channels_last(problem, t).contiguous() for t in (io.start, io.cotangent))
+    start, cotangent = (
+        native.contiguous(_channels_last(problem, t)) for t in (io.start, io.cotangent)
+    )
+    anchors = native.contiguous(io.anchors)
     to_x, *to_parameters = io.gradients
     if to_x is not None:
         to_x = _channels_last(problem, to_x)
     with native.written([to_x, *to_parameters]) as results:
         for result in results:
             _use_large_pages(result)
-        io = io._replace(
-            start=start, anchors=io.anchors.contiguous(), cotangent=cotangent, gradients=results
-        )
+        io = io._replace(start=start, anchors=anchors, cotangent=cotangent, gradients=results)
         _run(problem, start, native.reverse_of(_C, problem, io))
 
 
@@ -69,9 +71,11 @@ def _use_large_pages(memory: Tensor | None) -> None:
 
 
 def _run(problem: Problem, state: Tensor, io: Any) -> None:
-    parameters = native.contiguous(problem.parameters)
+    parameters = native.all_contiguous(problem.parameters)
     stage = native.stage_of(_C, problem, parameters, state, torch.get_num_threads())
     plan = _C.plan(stage, io)
     workspace = torch.empty(plan.workspace_bytes, dtype=torch.uint8)
     _use_large_pages(workspace)
-    plan.run(workspace.data_ptr())
+    # Only the main thread handles signals, among them Ctrl-C.
+    handles_signals = threading.get_ident() == threading.main_thread().ident
+    plan.run(native.memory(workspace), handles_signals)

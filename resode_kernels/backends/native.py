@@ -19,7 +19,7 @@ from torch import Tensor
 from ..problem import Problem
 from .contract import ForwardIO, ReverseIO
 
-INTERFACE = 1
+INTERFACE = 2
 """The version of the interface between Python and the compiled modules: ``kInterface`` of
 csrc/stage.h, to be raised when a signature changes."""
 
@@ -59,24 +59,23 @@ def load(name: str) -> tuple[Any, str | None]:
     return module, None
 
 
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+_NAMES = {getattr(torch, name): name for name in ("float32", "float64", "float16", "bfloat16")}
 
 
-def _addresses(tensors: Sequence[Tensor | None]) -> list[int]:
-    return [0 if t is None else t.data_ptr() for t in tensors]
+def memory(tensor: Tensor | None) -> tuple[int, int]:
+    """A tensor's memory as kernels take it: its address and its bytes."""
+    return (0, 0) if tensor is None else (tensor.data_ptr(), tensor.nbytes)
 
 
-def _strides(problem: Problem, tensors: Sequence[Tensor | None]) -> list[int]:
-    """Bytes from a block's tensor to the next block's, if parameters are stacked."""
-    if problem.block == "conv":
-        return []
-    return [0 if t is None else t.stride(0) * t.element_size() for t in tensors]
+def contiguous(tensor: Tensor) -> Tensor:
+    """The tensor, copied if it is not contiguous or if its numbers do not lie at multiples of
+    their size. The copy must live until the kernels are done."""
+    tensor = tensor.contiguous()
+    return tensor.clone() if tensor.data_ptr() % tensor.itemsize else tensor
 
 
-def contiguous(tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
-    """The tensors, copied if necessary. The copies must live until the kernels are done."""
-    return [None if t is None else t.contiguous() for t in tensors]
+def all_contiguous(tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
+    return [None if t is None else contiguous(t) for t in tensors]
 
 
 def stage_of(
@@ -92,48 +91,46 @@ def stage_of(
     assert weight is not None
     dim = state.shape[-1]
     height, width = state.shape[1:3] if problem.block == "conv" else (1, 1)
-    return module.Stage(
-        block=problem.block,
-        activation=problem.activation,
-        scheme=problem.method.scheme,
-        steps=problem.method.steps,
-        step=problem.method.step,
-        tied=problem.tied,
-        rows=state.numel() // dim,
-        dim=dim,
-        hidden=weight.shape[1],
-        height=height,
-        width=width,
-        convolutions=problem.convolutions,
-        epsilon=problem.epsilon,
-        stream=_name(state.dtype),
-        storage=_name(weight.dtype),
-        parameters=_addresses(parameters),
-        strides=_strides(problem, parameters),
-        anchor_every=problem.method.anchor_every,
-        threads=threads,
+    method = problem.method
+    return module.Stage(  # by position: by name it takes twice as long
+        problem.block,
+        problem.activation,
+        method.scheme,
+        method.steps,
+        method.step,
+        problem.tied,
+        state.numel() // dim,
+        dim,
+        weight.shape[1],
+        height,
+        width,
+        problem.convolutions,
+        problem.epsilon,
+        _NAMES[state.dtype],
+        _NAMES[weight.dtype],
+        [memory(p) for p in parameters],
+        method.anchor_every,
+        threads,
     )
 
 
 def forward_of(module: Any, io: ForwardIO) -> Any:
     """The struct Forward. All tensors are contiguous."""
-    return module.Forward(**{name: tensor.data_ptr() for name, tensor in io._asdict().items()})
+    return module.Forward(*map(memory, io))
 
 
 def reverse_of(module: Any, problem: Problem, io: ReverseIO) -> Any:
     """The struct Reverse. All tensors are contiguous."""
-    grad_x, *gradients = _addresses(io.gradients)
+    grad_x, *gradients = map(memory, io.gradients)
     return module.Reverse(
-        reverse_rule=problem.method.reverse_rule,
-        order=problem.method.order,
-        start=io.start.data_ptr(),
-        anchors=io.anchors.data_ptr(),
-        cotangent=io.cotangent.data_ptr(),
-        grad_x=grad_x,
-        gradients=gradients,
-        strides=_strides(problem, io.gradients[1:]),
-        blocks=1 if problem.tied else problem.blocks,
-        nonfinite=0 if io.nonfinite is None else io.nonfinite.data_ptr(),
+        problem.method.reverse_rule,
+        problem.method.order,
+        memory(io.start),
+        memory(io.anchors),
+        memory(io.cotangent),
+        grad_x,
+        gradients,
+        memory(io.nonfinite),
     )
 
 

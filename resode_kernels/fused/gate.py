@@ -28,7 +28,6 @@ REFUSED = (
 PLAIN = frozenset({Tensor, nn.Parameter, nn.Buffer, type(None)})
 NOT_IMPLEMENTED = (NotImplementedError, RuntimeError, TypeError)
 """What subclasses raise if they do not know an op."""
-STACKED = {"mlp": ("w1", "b1", "w2", "b2"), "linear": ("weight",)}
 
 
 def register(library: Any, name: str, op: Callable[..., Any], states: Sequence[str]) -> None:
@@ -85,24 +84,12 @@ def refuse_gradients_of_constants(problem: Problem, needs: Sequence[bool]) -> No
         first = ConvLayer._fields.index(field)
         if any(needs[first::PER_LAYER]):
             i = first + PER_LAYER * list(needs[first::PER_LAYER]).index(True)
-            name = names(problem)[i]
+            name = problem.name_of(i)
             raise ValueError(
                 f"{name} requires a gradient, which a stage does not compute: it takes a given "
                 f"mean and variance as constants. Give it {field}.detach(), or compute the block "
                 "in a module (residual_stage)"
             )
-
-
-def names(problem: Problem) -> Sequence[str]:
-    """The names of the parameters."""
-    if problem.block in STACKED:
-        return STACKED[problem.block]
-    per_block = PER_LAYER * problem.layers
-    return [
-        f"{ConvLayer._fields[i % PER_LAYER]} of block {i // per_block}, "
-        f"layer {i % per_block // PER_LAYER + 1}"
-        for i in range(len(problem.parameters))
-    ]
 
 
 def _runs_ops_itself(tensor: Any) -> bool:
@@ -119,11 +106,8 @@ def _has_no_strides(tensor: Any) -> bool:
 def _refusal(
     tensors: Sequence[Any], states: Sequence[str], problem: Problem, culprit: Callable[[Any], bool]
 ) -> TypeError:
-    name, tensor = next(
-        (name, tensor)
-        for name, tensor in zip((*states, *names(problem)), tensors, strict=True)
-        if culprit(tensor)
-    )
+    i, tensor = next((i, tensor) for i, tensor in enumerate(tensors) if culprit(tensor))
+    name = states[i] if i < len(states) else problem.name_of(i - len(states))
     if _runs_ops_itself(tensor):
         what = f"a {type(tensor).__name__}"
         way = "for a DTensor use .full_tensor() or .to_local(), for a quantized one .dequantize()"

@@ -20,7 +20,7 @@ from torch import Tensor
 from .. import backends, nonfinite
 from ..backends.contract import ForwardIO, ReverseIO
 from ..problem import Problem, schema
-from . import batching, gate
+from . import batching, gate, validation
 
 STATES = {"forward": ("x",), "reverse": ("start", "anchors", "cotangent")}
 """The tensors among each op's arguments, before those of the problem."""
@@ -54,18 +54,24 @@ def _new_gradients(start: Tensor, needs: Sequence[bool], problem: Problem) -> li
 
 
 def _fake_forward(x: Tensor, *fields: Any) -> tuple[Tensor, Tensor, Tensor]:
-    return _new_states(x, Problem.from_flat(fields[:-1]))
+    problem = Problem.from_flat(fields[:-1])
+    validation.forward(x, problem, fields[-1])
+    return _new_states(x, problem)
 
 
 def _fake_reverse(
     start: Tensor, anchors: Tensor, cotangent: Tensor, needs: Sequence[bool], *fields: Any
 ) -> list[Tensor]:
-    return _new_gradients(start, needs, Problem.from_flat(fields[:-1]))
+    problem = Problem.from_flat(fields[:-1])
+    validation.reverse(start, anchors, cotangent, needs, problem, fields[-1])
+    return _new_gradients(start, needs, problem)
 
 
 def _forward(x: Tensor, *fields: Any) -> tuple[Tensor, Tensor, Tensor]:
-    problem, backend = Problem.from_flat(fields[:-1]), backends.REGISTRY[fields[-1]]
+    problem = Problem.from_flat(fields[:-1])
     gate.check((x, *problem.parameters), STATES["forward"], problem)
+    validation.forward(x, problem, fields[-1])
+    backend = backends.REGISTRY[fields[-1]]
     io = ForwardIO(x, *_new_states(x, problem))
     if x.numel():
         backend.forward(problem, io)
@@ -75,10 +81,12 @@ def _forward(x: Tensor, *fields: Any) -> tuple[Tensor, Tensor, Tensor]:
 def _reverse(
     start: Tensor, anchors: Tensor, cotangent: Tensor, needs: Sequence[bool], *fields: Any
 ) -> list[Tensor]:
-    problem, backend = Problem.from_flat(fields[:-1]), backends.REGISTRY[fields[-1]]
+    problem = Problem.from_flat(fields[:-1])
     gate.check((start, anchors, cotangent, *problem.parameters), STATES["reverse"], problem)
+    validation.reverse(start, anchors, cotangent, needs, problem, fields[-1])
     if problem.block == "conv":
         gate.refuse_gradients_of_constants(problem, needs[1:])
+    backend = backends.REGISTRY[fields[-1]]
     gradients = _new_gradients(start, needs, problem)
     if start.numel():
         wanted = [g if need else None for g, need in zip(gradients, needs, strict=True)]

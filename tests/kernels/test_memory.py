@@ -116,14 +116,14 @@ def workspace_bytes(block: str, rule: str = "paper", order: int = 1, **changes: 
         "storage": "float32", "anchor_every": 0, "threads": 2, "hidden": changes["dim"], **changes,
     }  # fmt: skip
     blocks = 1 if sizes["tied"] else sizes["steps"] + (sizes["scheme"] == "heun")
-    if block == "conv":  # every tensor has an address of its own
-        addresses, strides = [1] * 5 * len(sizes["convolutions"]) * blocks, []
-    else:
-        addresses, strides = ([1] * n for n in ((4, 4) if block == "mlp" else (1, 1)))
-    stage = cpp._C.Stage(block=block, parameters=addresses, strides=strides, **sizes)
+    count = {"mlp": 4, "linear": 1, "conv": 5 * len(sizes["convolutions"]) * blocks}[block]
+    memory, absent = (64, 1 << 50), (0, 0)  # never touched by a plan
+    # Given mean and variance have no gradient.
+    gradients = [absent if block == "conv" and i % 5 >= 3 else memory for i in range(count)]
+    stage = cpp._C.Stage(block=block, parameters=[memory] * count, **sizes)
     io = cpp._C.Reverse(
-        reverse_rule=rule, order=order, start=1, anchors=0, cotangent=1, grad_x=1,
-        gradients=addresses, strides=strides, blocks=blocks, nonfinite=0,
+        reverse_rule=rule, order=order, start=memory, anchors=memory, cotangent=memory,
+        grad_x=memory, gradients=gradients, nonfinite=absent,
     )  # fmt: skip
     return int(cpp._C.plan(stage, io).workspace_bytes)
 
@@ -141,7 +141,7 @@ def test_a_plan_keeps_the_stage_and_io_that_it_was_made_of() -> None:
 
     for i, planned in enumerate([plan(weight) for weight in weights]):
         workspace = torch.empty(planned.workspace_bytes, dtype=torch.uint8)
-        planned.run(workspace.data_ptr())
+        planned.run(native.memory(workspace), False)
         torch.testing.assert_close(y, (1 + i) * x)
 
 

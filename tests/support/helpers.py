@@ -148,10 +148,12 @@ def problem_of(stage: rk.Stage) -> Problem:
 def crews_of(stage: rk.Stage, x: Tensor) -> tuple[int, int]:
     """Of the C++ kernels: how many crews of threads work on a stage, and how many are in each."""
     problem, threads = problem_of(stage), torch.get_num_threads()
-    parameters = native.contiguous(problem.parameters)
+    parameters = native.all_contiguous(problem.parameters)
     described = native.stage_of(cpp._C, problem, parameters, x, threads)
+    anchors = x.new_empty(problem.anchor_count, *x.shape)
+    statistics = x.new_empty(problem.statistics)
     crews: tuple[int, int] = cpp._C.plan(
-        described, native.forward_of(cpp._C, ForwardIO(x, x, x, x))
+        described, native.forward_of(cpp._C, ForwardIO(x, x, anchors, statistics))
     ).crews
     return crews
 

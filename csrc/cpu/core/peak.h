@@ -20,7 +20,8 @@ double fma_peak(int threads, double seconds) {
   constexpr int kChains = 12;  // independent, so that latency is hidden
   constexpr int kRounds = 1 << 12;
   double total = 0;
-  Team::run(threads, [&](Team) {
+  Halt never;
+  Team::run(threads, never, [&](Team) {
     using Clock = std::chrono::steady_clock;
     Vec<float> chain[kChains] = {}, factor = Vec<float>{} + 0.999f, term = Vec<float>{} + 1e-3f;
     RESODE_OPAQUE(factor);

@@ -16,6 +16,7 @@
 #endif
 
 #include "../../stage.h"
+#include "halt.h"
 #include "storage.h"
 
 namespace {
@@ -82,36 +83,63 @@ struct Tiling {
   }
 };
 
+// A number that a thread counts down for the others to see.
+struct alignas(64) Countdown {
+  int64_t value;
+
+  void set(int64_t now) { __atomic_store_n(&value, now, __ATOMIC_RELEASE); }
+  bool above(int64_t target) const { return __atomic_load_n(&value, __ATOMIC_ACQUIRE) > target; }
+};
+
 struct Team {
   int rank, size;
+  Halt* halt = nullptr;
+
+  // Called between steps. Whether the pass is being stopped: its threads leave, each when it comes
+  // here, and what they have computed is of no use.
+  bool halts() const {
+    if (rank == 0) halt->ask();
+    return halt->decided();
+  }
+
+  // Returns when all `count` have come down to `target`, or the pass is being stopped: those that
+  // are waited for may have left. Spins: waits are rare and short, and to sleep and be woken takes
+  // longer.
+  void wait(const Countdown* all, int count, int64_t target) const {
+    constexpr int kPatience = 20000;
+    for (int i = 0; i < count; ++i)
+      for (int spins = 0; all[i].above(target) && !halt->decided(); ++spins)
+        if (spins > kPatience) sched_yield();  // there may be more threads than cores
+  }
 
   // The team as crews of `threads` threads each, in order; the last crew also has those left over.
   int crews(int threads) const { return int(max(1, size / threads)); }
   int crew_index(int threads) const { return int(min(rank / threads, crews(threads) - 1)); }
   Team crew(int threads) const {
     const int index = crew_index(threads), first = index * threads;
-    return {rank - first, index + 1 < crews(threads) ? threads : size - first};
+    return {rank - first, index + 1 < crews(threads) ? threads : size - first, halt};
   }
 
   // Runs f(team) on `threads` threads, or on fewer if OpenMP grants fewer.
   template <class F>
-  static void run(int threads, F f) {
+  static void run(int threads, Halt& halt, F f) {
 #if defined(_OPENMP)
     const int dynamic = omp_get_dynamic();
     omp_set_dynamic(0);  // as many as last time
 #pragma omp parallel num_threads(threads)
-    f(Team{omp_get_thread_num(), omp_get_num_threads()});
+    f(Team{omp_get_thread_num(), omp_get_num_threads(), &halt});
     omp_set_dynamic(dynamic);
 #else
     (void)threads;
-    f(Team{0, 1});
+    f(Team{0, 1, &halt});
 #endif
   }
 
   // How many threads `run` gets when it asks for this many.
   static int available(int threads) {
     int size = 1;
-    run(threads, [&](Team team) {
+    Halt never;
+    run(threads, never, [&](Team team) {
       if (team.rank == 0) size = team.size;
     });
     return size;
@@ -123,22 +151,6 @@ inline Tiling Tiling::of_images(const resode::Stage& s) {
   const int threads = Team::available(int(min(s.threads, images)));
   return {images, pixels, threads, threads};
 }
-
-// A number that a thread counts down for the others to see.
-struct alignas(64) Countdown {
-  int64_t value;
-
-  void set(int64_t now) { __atomic_store_n(&value, now, __ATOMIC_RELEASE); }
-
-  // Returns when all `count` have come down to `target`. Spins: waits are rare and short, and to
-  // sleep and be woken takes longer.
-  static void wait(const Countdown* all, int count, int64_t target) {
-    constexpr int kPatience = 20000;
-    for (int i = 0; i < count; ++i)
-      for (int spins = 0; __atomic_load_n(&all[i].value, __ATOMIC_ACQUIRE) > target; ++spins)
-        if (spins > kPatience) sched_yield();  // there may be more threads than cores
-  }
-};
 
 // number ← max(number, to), whatever other threads do to it
 inline void raise(int32_t& number, int32_t to) {
@@ -159,7 +171,7 @@ class Crew {
   void meet() {
     if (team.size == 1) return;
     arrivals[team.rank].set(--meetings);
-    Countdown::wait(arrivals, team.size, meetings);
+    team.wait(arrivals, team.size, meetings);
   }
 
  private:
@@ -182,7 +194,7 @@ class Turns {
       const int sum = (start(team.rank) + i) % sums;
       const int before_me = place(sum);
       const int64_t before = rounds * team.size + before_me;
-      Countdown::wait(done + sum, 1, -before);
+      team.wait(done + sum, 1, -before);
       f(sum, before_me == 0);
       done[sum].set(-before - 1);
     }

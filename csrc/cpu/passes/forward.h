@@ -10,19 +10,20 @@
 namespace {
 
 template <class T, class Scheme, ResidualBlock<T> Block>
-size_t forward(const Stage& s, const resode::Forward& io, void* workspace) {
+size_t forward(const Stage& s, const resode::Forward& io, void* workspace, resode::Stop stop) {
   Arena arena(workspace);
   const Pass<T, Scheme, Block> pass(s, arena, nullptr);
   T* const y = static_cast<T*>(io.y);
   T* const states = pass.lives_in_result() ? nullptr : pass.states(arena, 1);
   if (!workspace) return arena.used();
 
-  Team::run(pass.tiling.threads, [&](Team team) {
+  Halt halt(s, stop);
+  Team::run(pass.tiling.threads, halt, [&](Team team) {
     Worker<T, Scheme, Block> worker(pass, team);
     T* const state = states ? worker.own(states, 1)[0] : y;
     worker.runner.block.record(io.statistics);
     worker.read(state, static_cast<const T*>(io.x));
-    for (int64_t n = 0; n < s.steps; ++n) {
+    for (int64_t n = 0; n < s.steps && !team.halts(); ++n) {
       worker.begin_step(n);
       const bool keep = s.anchor_every && (n + 1) % s.anchor_every == 0 && n + 1 < s.steps;
       worker.for_each_tile([&](Share rows) {

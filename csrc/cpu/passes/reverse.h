@@ -77,7 +77,7 @@ class ReverseWorker : public Worker<T, Scheme, Block> {
   void run() {
     this->read(cotangent, static_cast<const T*>(io.cotangent));
     if (io.reverse_rule != ReverseRule::exact) this->read(state(), static_cast<const T*>(io.start));
-    for (int64_t n = s.steps - 1; n >= 0; --n) {
+    for (int64_t n = s.steps - 1; n >= 0 && !team.halts(); --n) {
       if (s.anchor_every && (n + 1 == s.steps || (n + 1) % s.anchor_every == 0)) restart(n);
       this->begin_reverse_step(n);
       this->for_each_tile([&](Share rows) { step(n, rows); });
@@ -91,6 +91,7 @@ class ReverseWorker : public Worker<T, Scheme, Block> {
 
  private:
   using Worker<T, Scheme, Block>::runner;
+  using Worker<T, Scheme, Block>::team;
   const Pass<T, Scheme, Block>& pass;
   const Stage& s;
   const resode::Reverse& io;
@@ -114,7 +115,7 @@ class ReverseWorker : public Worker<T, Scheme, Block> {
     }
     const int64_t begin = n - n % s.anchor_every;
     this->read(state(), begin ? pass.anchor(anchors, begin) : static_cast<const T*>(io.start));
-    for (int64_t m = begin; m < n; ++m) {
+    for (int64_t m = begin; m < n && !team.halts(); ++m) {
       this->begin_step(m);
       this->for_each_tile([&](Share rows) {
         const Matrix<T> x = pass.tile(recomputed(m), rows);
@@ -169,7 +170,7 @@ class ReverseWorker : public Worker<T, Scheme, Block> {
 };
 
 template <class T, class Scheme, ResidualBlock<T> Block>
-size_t reverse(const Stage& s, const resode::Reverse& io, void* workspace) {
+size_t reverse(const Stage& s, const resode::Reverse& io, void* workspace, resode::Stop stop) {
   Arena arena(workspace);
   const Pass<T, Scheme, Block> pass(s, arena, io.gradients);
   const ReverseStates<T> layout(pass, io, arena);
@@ -179,7 +180,8 @@ size_t reverse(const Stage& s, const resode::Reverse& io, void* workspace) {
     pass.walked[t].value = s.steps;
     pass.written[t].value = s.steps;
   }
-  Team::run(pass.tiling.threads,
+  Halt halt(s, stop);
+  Team::run(pass.tiling.threads, halt,
             [&](Team team) { ReverseWorker<T, Scheme, Block>(pass, io, layout, team).run(); });
   return arena.used();
 }

@@ -22,11 +22,12 @@ template <class T, class Scheme, ResidualBlock<T> Block>
 class Worker {
  public:
   BlockRunner<T, Block> runner;
+  const Team team;
 
   Worker(const Pass<T, Scheme, Block>& pass, Team team)
       : runner(lay_out(pass, team)),
-        pass(pass),
         team(team),
+        pass(pass),
         tiles(pass.tiling.tiles, pass.crew_index(team), team.crews(pass.tiling.crew)) {}
 
   // This crew's rows of `count` states, which lie together and apart from the next crew's. The
@@ -78,7 +79,7 @@ class Worker {
 
   void begin_reverse_step(int64_t n) {
     begin_step(n);
-    if (!pass.s.tied) Countdown::wait(pass.written, team.size, n + 1 + Block::kAhead);
+    if (!pass.s.tied) team.wait(pass.written, team.size, n + 1 + Block::kAhead);
   }
 
   void end_reverse_step(int64_t n) {
@@ -90,7 +91,6 @@ class Worker {
 
  private:
   const Pass<T, Scheme, Block>& pass;
-  const Team team;
   const Share tiles;
   int64_t held[2] = {-1, -1};  // the blocks whose weights are in the slots
 
@@ -101,7 +101,7 @@ class Worker {
 
   // This thread's share of the gradients that are complete after step n.
   void write_gradients(int64_t n) {
-    Countdown::wait(pass.walked, team.size, n);
+    team.wait(pass.walked, team.size, n);
     const int64_t begin = n > 0 ? n + Scheme::kSlots - 1 : 0;
     const int64_t end = pass.s.tied ? 1 : n + Scheme::kSlots;
     for (int64_t m = begin; m < end; ++m) write_gradient(m);

@@ -17,7 +17,7 @@ from .gpu import gpu_of, module
 def _run(problem: Problem, state: Tensor, io: Any) -> bool:
     """False: the stage is too wide for a CTA (what CUDA calls a thread block)."""
     kernels, gpu = module(), gpu_of(state)
-    parameters = native.contiguous(problem.parameters)
+    parameters = native.all_contiguous(problem.parameters)
     stage = native.stage_of(kernels, problem, parameters, state)
     plan = kernels.plan(stage, io, gpu)
     if plan is None:
@@ -25,7 +25,7 @@ def _run(problem: Problem, state: Tensor, io: Any) -> bool:
     # From torch's allocator, which reuses it only when the stream is done with it.
     size = max(1, plan.workspace_bytes)
     workspace = torch.empty(size, dtype=torch.uint8, device=state.device)
-    plan.run(workspace.data_ptr())
+    plan.run(native.memory(workspace))
     return True
 
 
@@ -33,7 +33,7 @@ def forward(problem: Problem, io: ForwardIO) -> bool:
     """Runs the forward pass. False: nothing was done, because the kernels do not take the stage."""
     if problem.block not in DEPTH_FUSED:
         return False
-    x, none = io.x.contiguous(), io.x.new_empty(0)
+    x, none = native.contiguous(io.x), io.x.new_empty(0)
     with native.written([io.y]) as (y,):
         assert y is not None
         io = io._replace(x=x, y=y, statistics=none)
@@ -43,7 +43,7 @@ def forward(problem: Problem, io: ForwardIO) -> bool:
 def reverse(problem: Problem, io: ReverseIO) -> bool:
     if problem.block not in DEPTH_FUSED:
         return False
-    start, anchors, cotangent = (t.contiguous() for t in (io.start, io.anchors, io.cotangent))
+    start, anchors, cotangent = map(native.contiguous, (io.start, io.anchors, io.cotangent))
     with native.written(io.gradients) as gradients:
         io = ReverseIO(start, anchors, cotangent, gradients, io.nonfinite)
         return _run(problem, start, native.reverse_of(module(), problem, io))

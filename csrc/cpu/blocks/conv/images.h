@@ -22,7 +22,7 @@ struct Window {
 };
 
 inline Window window_of(const Stage& s, int l) {
-  return {s.height, s.width, s.convolutions[l].size};
+  return {s.height, s.width, int(s.convolutions[l].size)};
 }
 
 // The most channels that a convolution of the block results in, padded.
