@@ -37,7 +37,7 @@ if [ "${1:-}" = fuzz ]; then
     "$work/fuzz" "$@"
     exit
 fi
-"$work/fuzz" 3000
+"$work/fuzz" 1000
 
 cd "$root"
 [ $# -gt 0 ] || set -- tests/kernels/test_{accuracy,properties,repeatable,conv}.py
