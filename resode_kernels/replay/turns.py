@@ -43,9 +43,11 @@ class Turns:
 
     @contextmanager
     def alone(self, run: object) -> Iterator[None]:
-        """Context with a turn alone. A shared turn around it pauses: what it holds is whole, since
-        a turn alone takes back what it changes."""
+        """Context with a turn alone; inside another turn alone of this thread, a part of that. A
+        shared turn around it pauses: what it holds is whole, since a turn alone takes back what it
+        changes."""
         before = self.run()
+        run = before or run
         self._mine.run = run
         try:
             if self._run is run:

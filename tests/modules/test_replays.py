@@ -368,3 +368,11 @@ def test_a_stage_of_branches_is_the_same_network(dtype: torch.dtype) -> None:
     for layer in layers:
         y = layer(y)
     assert torch.equal(stage(x), y)
+
+
+def test_a_monitor_inside_a_block_is_no_deadlock() -> None:
+    inner = rk.ResidualStage([nn.Linear(4, 4), nn.Linear(4, 4)])
+    stage = rk.ResidualStage([nn.Sequential(inner, nn.Tanh()) for _ in range(2)])
+    with rk.monitor(inner, every=1, max_gradient_error=1.0) as watching:
+        stage(torch.randn(3, 4)).sin().sum().backward()
+    assert watching.history
