@@ -310,6 +310,9 @@ int main(int argc, char** argv) {
     current = seed;
     Call call(seed);
     run += call.run(*usable[seed % usable.size()]);
+    const uint64_t done = seed - first + 1;
+    if (done % 10000 == 0)
+      std::printf("fuzz: %" PRIu64 " calls so far, %" PRIu64 " of them run\n", done, run);
   }
   std::printf("fuzz: %" PRIu64 " calls were run, %" PRIu64 " refused\n", run, calls - run);
 }
