@@ -135,8 +135,8 @@ def run_residual(
         kwargs,
         options.method(depth, of_modules=True),
         stored=options.backward == "stored",
-        stream=options.stream,
         combine=combine,
+        stream=options.stream,
     )
     return result
 

@@ -13,6 +13,7 @@ from unittest.mock import patch
 import torch
 
 from resode_kernels import nonfinite
+from resode_kernels.backends import triton
 from resode_kernels.backends.triton import tiles
 from resode_kernels.backends.triton.spec import Tile
 from resode_kernels.fused import ops
@@ -166,7 +167,10 @@ def train_conv(dtype: str, order: torch.memory_format) -> None:
 
 
 def train_problem(problem: Problem, x: torch.Tensor) -> None:
-    y, anchors, _ = ops.forward(x, problem, "triton")
     needs = [True, *(p is not None for p in problem.parameters)]
-    with patch.object(nonfinite, "report"):  # no kernel runs: states are whatever memory holds
+    with (
+        patch.object(triton, "refuses", lambda *_: None),  # tensors in main memory, as on a GPU
+        patch.object(nonfinite, "report"),  # no kernel runs: states are whatever memory holds
+    ):
+        y, anchors, _ = ops.forward(x, problem, "triton")
         ops.reverse(y, anchors, torch.zeros_like(y), needs, problem, "triton")

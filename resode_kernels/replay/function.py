@@ -46,8 +46,8 @@ class Run:
         x: State,
         call: RepeatedCall,
         slots: dict[nn.Module, list[Slot]],
-        stream: str,
         combine: reference.Combine,
+        stream: str,
     ) -> None:
         self.method, self.call, self.stream = method, call, stream
         self.kind = state_like(x, [None for _ in parts(x)])
@@ -228,24 +228,24 @@ def run(
     kwargs: dict[str, Any],
     method: Method,
     stored: bool,
-    stream: str = "float32",
     combine: reference.Combine = reference.combine,
+    stream: str = "float32",
 ) -> Any:
     """Runs a stage whose blocks are ``modules``. ``stored``: plain autograd, nothing is replayed;
-    so it is under transforms of ``torch.func``. ``stream`` says in which dtype states are kept,
-    and ``combine`` updates them."""
+    so it is under transforms of ``torch.func``. ``combine`` updates the states, and ``stream`` says
+    in which dtype they are kept."""
     grad = torch.is_grad_enabled()
     # Inference mode is left, because in-place changes of tensors cannot be detected in it.
     with torch.inference_mode(False), torch.set_grad_enabled(grad):
         x = state_like(x, [t.clone() if t.is_inference() else t for t in parts(x)])
-        stored = stored or transforms.may_apply()
-        if stored:
+        plainly = transforms.may_apply() or (grad and stored)
+        if plainly:
             combine = reference.combine  # torch differentiates its own additions, not a kernel
-        if grad and not stored:
+        if grad and not plainly:
             call = RepeatedCall(x, args, kwargs)
             with turns.shared():
                 parameters, slots = trainable(modules)
-                run = Run(modules, method, x, call, slots, stream, combine)
+                run = Run(modules, method, x, call, slots, combine, stream)
             tensors = (*parts(x), *call.tensors, *parameters)
             if any(t.requires_grad for t in tensors):
                 call.tensors = []
