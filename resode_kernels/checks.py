@@ -97,12 +97,16 @@ def three_dimensions(name: str, weight: Tensor, expected: str) -> torch.Size:
     return weight.shape
 
 
-def rows(x: Tensor, dim: int, parameters: Parameters) -> None:
+def rows(x: Tensor, dim: int) -> None:
     if floating("x", x).dim() == 0 or x.shape[-1] != dim:
         raise ValueError(
             f"x must have {dim} as its last dimension, like the parameters, "
             f"but has the shape {list(x.shape)}"
         )
+
+
+def stacked(x: Tensor, parameters: Parameters) -> None:
+    """Checks the parameters of blocks that work row by row."""
     device, dtype = x.device, None
     for name, (value, shape) in parameters.items():
         if value is None and name in OPTIONAL:

@@ -7,6 +7,7 @@ import inspect
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from typing_extensions import Unpack
 
@@ -197,11 +198,17 @@ def _run(
 ) -> Tensor:
     tensors, shapes = zip(*parameters.values(), strict=True)
     blocks, dim = shapes[0][0], shapes[0][-1]
-    checks.rows(x, dim, parameters)
+    checks.rows(x, dim)
     checks.fused_stream(x, options)
-    method = options.method(checks.steps(depth, blocks, options))
-    backend = backends.choose(options.backend, x.device, x.dtype)
-    problem = Problem(block, activation, tuple(tensors), method)
-    if x.dim() == 2:  # even a reshape to the same shape would add two nodes to the graph
-        return autograd.run(x, problem, backend)[0]
-    return autograd.run(x.reshape(-1, dim), problem, backend)[0].reshape(x.shape)
+    if torch.compiler.is_compiling():
+        checks.stacked(x, parameters)
+    try:
+        method = options.method(checks.steps(depth, blocks, options))
+        backend = backends.choose(options.backend, x.device, x.dtype)
+        problem = Problem(block, activation, tensors, method)
+        if x.dim() == 2:  # even a reshape to the same shape would add two nodes to the graph
+            return autograd.run(x, problem, backend)[0]
+        return autograd.run(x.reshape(-1, dim), problem, backend)[0].reshape(x.shape)
+    except Exception:
+        checks.stacked(x, parameters)  # the ops check the same, but know less of what x was
+        raise

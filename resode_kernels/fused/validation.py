@@ -39,8 +39,8 @@ def forward(x: Tensor, problem: Problem, backend: str) -> None:
             "the state must be of the stream's dtype, float64 if the parameters are float64 and "
             f"float32 otherwise, not {x.dtype}"
         )
-    device = x.device
-    if not x.is_meta and (reason := backends.why_not(backend, device, x.dtype)) is not None:
+    device, meta = x.device, x.is_meta
+    if not meta and (reason := backends.why_not(backend, device, x.dtype)) is not None:
         raise backends.BackendUnavailableError(f"backend={backend!r} is not available: {reason}")
     shapes = _of_images(x, problem) if block == "conv" else _of_rows(x, problem)
     dtype = None
