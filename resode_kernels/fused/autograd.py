@@ -32,7 +32,7 @@ def run(x: Tensor, problem: Problem, backend: str) -> tuple[Tensor, Tensor]:
     try:
         if transforms.are_active():
             return _transformed(x, problem, backend)
-        if _need_gradients(inputs):
+        if torch.is_grad_enabled() and _require_gradients(inputs):
             y, statistics = _apply(StageFunction, x, problem, backend)
             return y, statistics
         problem = problem._replace(method=problem.method._replace(anchor_every=0))
@@ -51,8 +51,8 @@ def _transformed(x: Tensor, problem: Problem, backend: str) -> tuple[Tensor, Ten
     return y, statistics
 
 
-def _need_gradients(inputs: Sequence[Tensor | None]) -> bool:
-    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in inputs)
+def _require_gradients(inputs: Sequence[Tensor | None]) -> bool:
+    return any(t is not None and t.requires_grad for t in inputs)
 
 
 def _apply(
@@ -145,25 +145,24 @@ def _save(
 
 def _differentiable_forward(x: Tensor, *fields: Any) -> Any:
     """The op ``forward`` where it is called by itself, as by exported programs."""
-    problem, backend = Problem.from_flat(fields[:-1]), fields[-1]
-    if not _need_gradients((x, *problem.parameters)):
-        return ops.below_autograd(torch.ops.resode_kernels.forward.default, x, *fields)
-    _refuse_transforms_of_ops()
-    y, statistics, _, anchors = _apply(TransformedStageFunction, x, problem, backend)
-    return y, anchors, statistics
+    if torch.is_grad_enabled():
+        problem, backend = Problem.from_flat(fields[:-1]), fields[-1]
+        if _require_gradients((x, *problem.parameters)):
+            _refuse_transforms_of_ops()
+            y, statistics, _, anchors = _apply(TransformedStageFunction, x, problem, backend)
+            return y, anchors, statistics
+    return ops.below_autograd(torch.ops.resode_kernels.forward.default, x, *fields)
 
 
 def _undifferentiable_reverse(*arguments: Any) -> Any:
     """The op ``reverse``, whose gradients cannot be differentiated."""
-    op = torch.ops.resode_kernels.reverse.default
-    problem = Problem.from_flat(arguments[4:-1])
-    inputs = (*arguments[:3], *problem.parameters)
-    if not _need_gradients(inputs):
-        return ops.below_autograd(op, *arguments)
-    _refuse_transforms_of_ops()
-    with torch.no_grad():
-        gradients = op(*arguments)
-    return undifferentiable(gradients, inputs)
+    gradients = ops.below_autograd(torch.ops.resode_kernels.reverse.default, *arguments)
+    if torch.is_grad_enabled():
+        inputs = (*arguments[:3], *Problem.from_flat(arguments[4:-1]).parameters)
+        if _require_gradients(inputs):
+            _refuse_transforms_of_ops()
+            return undifferentiable(gradients, inputs)
+    return gradients
 
 
 def _refuse_transforms_of_ops() -> None:
