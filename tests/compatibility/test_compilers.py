@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from compatibility import NOT_APPLICABLE, Case, Cell, Section, backward, loss, refused, works
@@ -32,6 +34,21 @@ def test_compile(case: Case) -> None:
             torch.compile(case.stage, backend="eager", fullgraph=True)(case.x)
 
 
+@section.row("`torch.compile(dynamic=True)`", works("`fullgraph=True`"), works("a graph break"))
+def test_dynamic_compile(case: Case) -> None:
+    torch._dynamo.reset()
+    compiled = torch.compile(
+        case.stage, backend="aot_eager", dynamic=True, fullgraph=case.kind != "ResidualStage"
+    )
+
+    def run(module: nn.Module, x: Tensor) -> object:
+        module = compiled if module is case.stage else module
+        batches = [x, torch.cat([x, 2 * x]), torch.cat([x, -x, x + 1])]
+        return [backward(module, batch.detach().requires_grad_()) for batch in batches]
+
+    case.agree(run)
+
+
 section.proved(
     "`torch.compile` of a block",
     "modules/test_residual_state.py::test_compiled_blocks",
@@ -46,6 +63,16 @@ def test_export(case: Case) -> None:
     case.agree(backward)
     with torch.no_grad():
         torch.testing.assert_close(case.stage(case.x), case.twin(case.x))
+
+
+@section.row("`torch.export` with dynamic shapes, `torch.export.save` and `load`", modules=KEPT)
+def test_saved_export(case: Case, tmp_path: Path) -> None:
+    shapes = ({0: torch.export.Dim.DYNAMIC},)
+    program = torch.export.export(case.stage, (case.x,), dynamic_shapes=shapes)
+    torch.export.save(program, tmp_path / "program.pt2")
+    case.stage = torch.export.load(tmp_path / "program.pt2").module()
+    case.x = torch.cat([case.x, -case.x, case.x + 1])
+    case.agree(backward)
 
 
 @section.row("Decomposed `torch.export` (`run_decompositions`)", modules=KEPT)

@@ -6,17 +6,29 @@ import functools
 from typing import Any
 
 import torch
-from compatibility import Case, Section, backward, works
+from compatibility import FUSED, NOT_APPLICABLE, Case, Section, backward, works
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 section = Section(__file__)
 
+
+@section.row("`torch.autocast` around fused stages", works("in float32"), NOT_APPLICABLE, FUSED)
+def test_autocast(case: Case) -> None:
+    case.stage.float(), case.twin.float()
+    case.x = case.x.float()
+
+    def run(module: nn.Module, x: Tensor) -> object:
+        with torch.autocast("cpu", torch.bfloat16, enabled=module is case.stage):
+            return backward(module, x)
+
+    case.agree(run, rtol=1e-4, atol=1e-4)  # that of float32, not of bfloat16
+
+
 section.proved(
-    "`torch.autocast`",
-    "api/test_autograd.py::test_autocast_leaves_the_stage_in_float32",
+    "`torch.autocast` around modules",
     "modules/test_residual_state.py::test_autocast_is_captured_and_replayed",
-    fused=works("computes in float32"),
+    fused=NOT_APPLICABLE,
     modules=works("captured and replayed"),
 )
 
