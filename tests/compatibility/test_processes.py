@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 section = Section(__file__)
+FORKED = "after a fork call `torch.set_num_threads(1)`, as for all of PyTorch"
 DISTRIBUTED = "api/test_distributed.py::test_gradients_are_those_of_one_process"
 
 section.proved("`DistributedDataParallel`", DISTRIBUTED)
@@ -48,26 +49,25 @@ def test_threads(case: Case) -> None:
 
 
 def in_child(queue: Any, case: Case) -> None:
-    x = case.x.clone().requires_grad_()
-    y = case.stage(x)
-    loss(y).backward()
-    queue.put([t.detach().numpy() for t in (y, x.grad)])
+    torch.set_num_threads(1)
+    queue.put([t.detach().numpy() for t in backward(case.stage, case.x.requires_grad_())])
 
 
+@pytest.mark.parametrize("threads", [2], indirect=True)
 @pytest.mark.parametrize("method", ["fork", "spawn"])
-@section.row("A stage in another process, by `fork` and by `spawn`")
-def test_processes(case: Case, method: str) -> None:
-    """The parent has used its threads before."""
+@section.row("A stage in another process, by `fork` and by `spawn`", works(FORKED), works(FORKED))
+def test_processes(case: Case, method: str, threads: int) -> None:
+    """The parent has run the stage on several threads before."""
     case.stage.eval(), case.twin.eval()
+    case.x = torch.cat([case.x] * 300)
     expected = backward(case.twin, case.x.clone().requires_grad_())
-    context = mp.get_context(method)
-    queue = context.SimpleQueue()
-    with torch.no_grad():
-        case.stage(case.x)
+    backward(case.stage, case.x.clone().requires_grad_())
     case.stage.share_memory()
-    child = context.Process(target=in_child, args=(queue, case))
+    context = mp.get_context(method)
+    queue = context.Queue()
+    child = context.Process(target=in_child, args=(queue, case), daemon=True)
     child.start()
-    got = queue.get()
+    got = queue.get(timeout=60)
     child.join(60)
     assert child.exitcode == 0
     torch.testing.assert_close([torch.from_numpy(t) for t in got], expected)
@@ -90,7 +90,7 @@ class Features(Dataset[Tensor]):
 @section.row("`DataLoader` whose workers run a stage")
 def test_data_loader(case: Case) -> None:
     case.stage.eval()
-    case.stage(case.x)
+    backward(case.stage, torch.cat([case.x] * 300).requires_grad_())
     got = torch.cat(list(DataLoader(Features(case.stage, case.x), num_workers=2)))
     twin = case.twin.eval()
     with torch.no_grad():
