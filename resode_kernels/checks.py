@@ -67,6 +67,11 @@ def steps(depth: int | None, blocks: int, options: Options) -> int:
 def a_tensor(name: str, value: object) -> Tensor:
     """A tensor of numbers in memory. Errors about shapes come later: nested tensors have none."""
     if not isinstance(value, Tensor):
+        if isinstance(value, torch.fx.Proxy):
+            raise TypeError(
+                f"{name} is a Proxy: torch.fx cannot trace through a stage. Give it a Tracer whose "
+                "is_leaf_module is true for stages, or use torch.export"
+            )
         raise TypeError(f"{name} must be a tensor, not {given(value)}")
     if value.layout is not torch.strided or value.is_nested:
         layout, convert = str(value.layout).replace("torch.", "").strip("_"), "to_dense()"

@@ -246,7 +246,8 @@ def number(
         result = float(value)
     except OverflowError:
         result = math.inf
-    if math.isnan(result) or (finite and math.isinf(result)):
+    # Comparisons, because torch.compile(dynamic=True) has no math.isnan of its numbers.
+    if not (-math.inf < result < math.inf if finite else -math.inf <= result <= math.inf):
         raise ValueError(f"{name} must be a {'finite ' if finite else ''}number, not {value}")
     if above is not None and result <= above:
         raise ValueError(f"{name} must be above {above}, not {value}")

@@ -3,13 +3,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
 are_active = torch._C._are_functorch_transforms_active
+jit_is_tracing: Callable[[], bool] = torch.jit.is_tracing  # type: ignore[attr-defined]
+TRACING = torch._C._TorchDispatchModeKey.__members__.values()
 
 
 def carry_tangents(tensors: Iterable[Tensor | None]) -> bool:
@@ -26,6 +28,16 @@ def may_apply() -> bool:
     """Whether a transform is active or forward-mode derivatives are taken, of whatever tensors."""
     active: bool = are_active()
     return active or forward_ad._current_level >= 0
+
+
+def are_traced(tensors: Iterable[Tensor]) -> bool:
+    """Whether operations are recorded (``torch.export``, ``make_fx``, AOTAutograd,
+    ``torch.jit.trace``) or the tensors have no values (on the meta device, ``FakeTensor``)."""
+    return (
+        jit_is_tracing()
+        or any(torch._C._get_dispatch_mode(mode) is not None for mode in TRACING)
+        or any(t.is_meta or hasattr(t, "fake_mode") for t in tensors)
+    )
 
 
 def are_functionalizing() -> bool:

@@ -1,4 +1,5 @@
-"""Writes the tables of measured figures into README and docs, from the CSVs in benchmarks/results:
+"""Writes tables into README and docs: measured figures from the CSVs in benchmarks/results, and
+what works with what from the tests in tests/compatibility:
 
     python tools/docs_tables.py
 
@@ -8,12 +9,15 @@ from __future__ import annotations
 
 import csv
 import re
+import runpy
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from docs_pages import ROOT
 
 RESULTS = ROOT / "benchmarks" / "results"
+TESTS = ROOT / "tests"
 PLACE = re.compile(r"(<!-- table (\w+) -->\n).*?(<!-- end -->)", re.S)
 Line = dict[str, str]
 
@@ -165,6 +169,31 @@ def growth() -> str:
     )
 
 
+def link(test: str) -> str:
+    """A test, given as ``folder/file.py::function``."""
+    file, _, function = test.partition("::")
+    return f"[{function.removeprefix('test_')}](../tests/{file})"
+
+
+def compatibility(name: str) -> Callable[[], str]:
+    def table() -> str:
+        """The rows of a file in tests/compatibility, which the tests there prove."""
+        sys.path.insert(0, str(TESTS / "support"))
+        try:
+            section = runpy.run_path(str(TESTS / "compatibility" / f"test_{name}.py"))["section"]
+        finally:
+            sys.path.pop(0)
+        return markdown(
+            ("feature", "fused stages", "`ResidualStage`", "tests"),
+            [
+                (row.feature, row.fused.text, row.modules.text, ", ".join(map(link, row.tests)))
+                for row in section.rows
+            ],
+        )
+
+    return table
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "speed": speed,
     "depths": depths,
@@ -172,6 +201,12 @@ TABLES: dict[str, Callable[[], str]] = {
     "growth": growth,
     "memory_mlp": memory("memory_vs_depth.csv"),
     "memory_conv": memory("memory_vs_depth_conv.csv"),
+    "works_gradients": compatibility("gradients"),
+    "works_transforms": compatibility("transforms"),
+    "works_compilers": compatibility("compilers"),
+    "works_modules": compatibility("modules"),
+    "works_training": compatibility("training"),
+    "works_processes": compatibility("processes"),
 }
 
 

@@ -27,13 +27,14 @@ the anchors."""
 def run(x: Tensor, problem: Problem, backend: str) -> tuple[Tensor, Tensor]:
     """x[N] in x's dtype, differentiable if needed, and the batch statistics."""
     inputs = (x, *problem.parameters)
-    if transforms.carry_tangents(inputs):
+    if transforms.carry_tangents(inputs) or transforms.jit_is_tracing():
         return REFERENCE.differentiable(problem, x)
     try:
         if transforms.are_active():
             return _transformed(x, problem, backend)
-        if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in inputs):
-            return _apply(StageFunction, x, problem, backend)
+        if torch.is_grad_enabled() and _require_gradients(inputs):
+            y, statistics = _apply(StageFunction, x, problem, backend)
+            return y, statistics
         problem = problem._replace(method=problem.method._replace(anchor_every=0))
         y, _, statistics = ops.forward(x.to(stream_dtype(x.dtype)), problem, backend)
         return y.to(x.dtype), statistics
@@ -46,18 +47,22 @@ def run(x: Tensor, problem: Problem, backend: str) -> tuple[Tensor, Tensor]:
 def _transformed(x: Tensor, problem: Problem, backend: str) -> tuple[Tensor, Tensor]:
     if transforms.are_functionalizing():
         return REFERENCE.differentiable(problem, x)
-    return _apply(TransformedStageFunction, x, problem, backend)
+    y, statistics, *_ = _apply(TransformedStageFunction, x, problem, backend)
+    return y, statistics
+
+
+def _require_gradients(inputs: Sequence[Tensor | None]) -> bool:
+    return any(t is not None and t.requires_grad for t in inputs)
 
 
 def _apply(
     function: type[torch.autograd.Function], x: Tensor, problem: Problem, backend: str
-) -> tuple[Tensor, Tensor]:
+) -> Any:
     if problem.block == "conv":
         needs = [t is not None and t.requires_grad for t in problem.parameters]
         gate.refuse_gradients_of_constants(problem, needs)
     without_parameters = problem._replace(parameters=())
-    y, statistics, *_ = function.apply(x, without_parameters, backend, *problem.parameters)
-    return y, statistics
+    return function.apply(x, without_parameters, backend, *problem.parameters)
 
 
 class StageFunction(torch.autograd.Function):
@@ -136,3 +141,37 @@ def _save(
     exact = problem.method.reverse_rule == "exact"
     ctx.save_for_backward(x if exact else end, anchors, *parameters)
     ctx.set_materialize_grads(False)
+
+
+def _differentiable_forward(x: Tensor, *fields: Any) -> Any:
+    """The op ``forward`` where it is called by itself, as by exported programs."""
+    if torch.is_grad_enabled():
+        problem, backend = Problem.from_flat(fields[:-1]), fields[-1]
+        if _require_gradients((x, *problem.parameters)):
+            _refuse_transforms_of_ops()
+            y, statistics, _, anchors = _apply(TransformedStageFunction, x, problem, backend)
+            return y, anchors, statistics
+    return ops.below_autograd(torch.ops.resode_kernels.forward.default, x, *fields)
+
+
+def _undifferentiable_reverse(*arguments: Any) -> Any:
+    """The op ``reverse``, whose gradients cannot be differentiated."""
+    gradients = ops.below_autograd(torch.ops.resode_kernels.reverse.default, *arguments)
+    if torch.is_grad_enabled():
+        inputs = (*arguments[:3], *Problem.from_flat(arguments[4:-1]).parameters)
+        if _require_gradients(inputs):
+            _refuse_transforms_of_ops()
+            return undifferentiable(gradients, inputs)
+    return gradients
+
+
+def _refuse_transforms_of_ops() -> None:
+    if transforms.are_active():
+        raise RuntimeError(
+            "resode_kernels: torch.func cannot differentiate the ops of a stage, for example in an "
+            "exported program; use the stage itself"
+        )
+
+
+ops.library.impl("forward", _differentiable_forward, "Autograd")
+ops.library.impl("reverse", _undifferentiable_reverse, "Autograd")

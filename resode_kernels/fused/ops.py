@@ -117,10 +117,20 @@ for _name, _implementation, _fake, _batched in (
     )
 
 
+def below_autograd(op: Any, *arguments: Any) -> Any:
+    """Calls an op without what ``fused.autograd`` registers for it."""
+    with torch._C._AutoDispatchBelowAutograd():
+        return op(*arguments)
+
+
+def _call(op: Any, *arguments: Any) -> Any:
+    return op(*arguments) if torch.compiler.is_compiling() else below_autograd(op, *arguments)
+
+
 def forward(x: Tensor, problem: Problem, backend: str) -> tuple[Tensor, Tensor, Tensor]:
     """x[N], the anchors and the batch statistics."""
-    result: tuple[Tensor, Tensor, Tensor] = torch.ops.resode_kernels.forward.default(
-        x, *problem.flat(), backend
+    result: tuple[Tensor, Tensor, Tensor] = _call(
+        torch.ops.resode_kernels.forward.default, x, *problem.flat(), backend
     )
     return result
 
@@ -137,7 +147,10 @@ def reverse(
 
     ``start`` is x[N], where the reconstruction begins; with the reverse rule ``exact`` it is x[0].
     """
-    gradients = torch.ops.resode_kernels.reverse.default(
-        start, anchors, cotangent, needs, *problem.flat(), backend
+    gradients = _call(
+        torch.ops.resode_kernels.reverse.default,
+        *(start, anchors, cotangent, needs),
+        *problem.flat(),
+        backend,
     )
     return [g if need else None for g, need in zip(gradients, needs, strict=True)]

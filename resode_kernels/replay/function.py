@@ -24,7 +24,7 @@ from ..undifferentiable import undifferentiable
 from .blocks import PlainBlock, ReplayedBlock
 from .calls import Call, RepeatedCall
 from .parameters import Slot, is_sharded, stand_ins_for, trainable
-from .surroundings import Surroundings
+from .surroundings import Surroundings, uncached_parametrizations
 from .turns import turns
 
 
@@ -91,7 +91,7 @@ class Run:
         cache = torch.is_autocast_cache_enabled()
         torch.set_autocast_cache_enabled(False)  # see Surroundings.autocast_as_it_was
         try:
-            with self.call.filled(arguments):
+            with self.call.filled(arguments), uncached_parametrizations():
                 x = in_stream(state_like(self.kind, states), self.stream)
                 return reference.forward(self.scheme, x, self.method.anchor_every)
         finally:
@@ -232,13 +232,14 @@ def run(
     stream: str = "float32",
 ) -> Any:
     """Runs a stage whose blocks are ``modules``. ``stored``: plain autograd, nothing is replayed;
-    so it is under transforms of ``torch.func``. ``combine`` updates the states, and ``stream`` says
-    in which dtype they are kept."""
+    so it is under transforms of ``torch.func`` and where operations are traced. ``combine`` updates
+    the states, and ``stream`` says in which dtype they are kept."""
     grad = torch.is_grad_enabled()
     # Inference mode is left, because in-place changes of tensors cannot be detected in it.
     with torch.inference_mode(False), torch.set_grad_enabled(grad):
         x = state_like(x, [t.clone() if t.is_inference() else t for t in parts(x)])
-        plainly = transforms.may_apply() or (grad and stored)
+        transformed = transforms.may_apply() or transforms.are_traced(parts(x))
+        plainly = transformed or (grad and stored)
         if plainly:
             combine = reference.combine  # torch differentiates its own additions, not a kernel
         if grad and not plainly:

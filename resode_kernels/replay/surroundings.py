@@ -7,6 +7,7 @@ from contextlib import ExitStack, contextmanager
 
 import torch
 from torch import Tensor
+from torch.nn.utils import parametrize
 
 from ..states import State, parts
 
@@ -34,7 +35,7 @@ class Surroundings:
         try:
             for device, state in generators.items():
                 set_generator_state(device, state)
-            with self.autocast_as_it_was():
+            with self.autocast_as_it_was(), uncached_parametrizations():
                 yield
         finally:
             for device, state in now.items():
@@ -51,6 +52,18 @@ class Surroundings:
                     torch.autocast(name, dtype, enabled=enabled, cache_enabled=False)
                 )
         return stack
+
+
+@contextmanager
+def uncached_parametrizations() -> Iterator[None]:
+    """Context without ``parametrize.cached()``: its cache would give parameters computed under
+    no_grad to evaluations with grad, whose gradients would be lost."""
+    now = parametrize._cache_enabled
+    parametrize._cache_enabled = 0
+    try:
+        yield
+    finally:
+        parametrize._cache_enabled = now
 
 
 HAVE_ONE_GENERATOR = ("cpu", "mps")

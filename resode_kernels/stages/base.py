@@ -96,6 +96,13 @@ class Stage(nn.Module):
         if not self.reverse_is_chosen:
             defaults.warn_once(type(self).__name__, self.options, self.depth)
 
+    def __prepare_scriptable__(self) -> Stage:
+        """``torch.jit.script`` calls this."""
+        raise TypeError(
+            f"torch.jit.script cannot compile a {type(self).__name__}: use torch.compile, "
+            "torch.export or torch.jit.trace"
+        )
+
     def place_blocks(self, places: Sequence[Fraction]) -> None:
         """Replaces the blocks by copies interpolated at these positions (``interpolation.py``)."""
         raise NotImplementedError
@@ -133,7 +140,10 @@ class StackedStage(Stage):
 
     def count_blocks(self) -> int:
         """Those of the first parameter. ``functional`` compares the others with it, and refuses
-        what is not a tensor of three dimensions."""
+        what is not a tensor of three dimensions. A parametrization is left to it as well, since
+        computing it twice would move the statistics of ``spectral_norm`` twice."""
+        if "parametrizations" in self._modules:
+            return self.num_blocks
         first = tensor_of(self, self.stacked[0])
         return first.shape[0] if isinstance(first, Tensor) and first.dim() == 3 else self.num_blocks
 

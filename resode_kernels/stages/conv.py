@@ -237,7 +237,8 @@ class ConvStage(ResidualStage):
         y, statistics = functional.run_conv(
             x, blocks, self.activation, known[0][0].bn.eps, depth, self.options
         )
-        self._move_statistics(known, statistics)
+        if any(layer.bn.training for layers in known for layer in layers):
+            self._move_statistics(known, statistics.detach())
         return y
 
     @property
@@ -283,11 +284,8 @@ class ConvStage(ResidualStage):
             return "its batch norms differ in eps"
         return None
 
-    @torch.no_grad()
     def _move_statistics(self, blocks: list[list[Layer]], statistics: Tensor) -> None:
         """Updates running statistics as ``nn.BatchNorm2d`` does, evaluation by evaluation."""
-        if not any(layer.bn.training for block in blocks for layer in block):
-            return
         if transforms.are_active():
             for layer in chain(*blocks):
                 if layer.bn.training and layer.bn.running_mean is not None:

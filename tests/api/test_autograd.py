@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import io
-import pickle
 from typing import Any
 
 import pytest
@@ -44,17 +41,6 @@ def compiled_like(stage: rk.Stage, compiled: Any) -> Any:
         parameters = staticmethod(stage.parameters)
 
     return Both()
-
-
-def test_gradients_accumulate_and_graphs_can_be_retained() -> None:
-    stage = small_stage()
-    x = torch.randn(4, 6, requires_grad=True)
-    y = stage(x).sum()
-    y.backward(retain_graph=True)
-    once = [p.grad.clone() for p in (x, *stage.parameters())]
-    y.backward()
-    for p, g in zip((x, *stage.parameters()), once, strict=True):
-        torch.testing.assert_close(p.grad, 2 * g, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("needs", ["x", "w1", "b1", "w2", "b2", "w1 b2", "x w2"])
@@ -133,20 +119,6 @@ def test_strided_and_expanded_inputs_gradients_and_parameters() -> None:
     )
 
 
-def test_hooks_see_gradients() -> None:
-    stage, seen = small_stage(), []
-    x = torch.randn(4, 6, requires_grad=True)
-    stage.w1.register_hook(lambda g: seen.append("w1") or 2 * g)
-    stage.w1.register_post_accumulate_grad_hook(lambda p: seen.append("accumulated"))
-    y = stage(x)
-    y.register_hook(lambda g: seen.append("y"))
-    expected = torch.autograd.grad(y.sum(), stage.b1, retain_graph=True)[0]
-    seen.clear()
-    y.sum().backward()
-    assert seen == ["y", "w1", "accumulated"]
-    torch.testing.assert_close(stage.b1.grad, expected)
-
-
 def test_double_backward_is_refused() -> None:
     stage = small_stage()
     x = torch.randn(4, 6, requires_grad=True)
@@ -164,20 +136,6 @@ def test_overwriting_the_output_is_noticed() -> None:
         y.zero_()
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         y.sum().backward()
-
-
-def test_state_dict_deepcopy_and_pickle() -> None:
-    stage = small_stage(scheme="heun", reverse="predicted", order=3, anchor_every=2)
-    x = torch.randn(4, 6)
-    other = small_stage(scheme="heun", reverse="predicted", order=3, anchor_every=2)
-    buffer = io.BytesIO()
-    torch.save(stage.state_dict(), buffer)
-    buffer.seek(0)
-    other.load_state_dict(torch.load(buffer))
-    for twin in (other, copy.deepcopy(stage), pickle.loads(pickle.dumps(stage))):
-        assert twin.options == stage.options
-        for a, b in zip(gradients(twin, x, x), gradients(stage, x, x), strict=True):
-            torch.testing.assert_close(a, b, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("low", [torch.bfloat16, torch.float16], ids=str)

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import RULES, make_stage, name
+from helpers import RULES, make_stage, name, problem_of
+from torch import Tensor
 from torch.library import opcheck
 
 from resode_kernels.problem import Problem
@@ -49,3 +50,29 @@ def test_inputs_are_never_written_to(backend: str) -> None:
     torch.ops.resode_kernels.reverse.default(y, anchors, g, [True] * 5, *p.flat(), backend)
     for a, b in zip(inputs, before, strict=True):
         assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("options", [RULES[1], RULES[6], RULES[9]], ids=name)
+def test_the_forward_op_is_differentiable_once(options: dict[str, Any], backend: str) -> None:
+    """Also where it is called by itself, as exported programs do. Its gradient was lost."""
+    stage = make_stage("tanh", 5, 7, 6, backend=backend, **options)
+    p = problem_of(stage)
+    x = torch.randn(9, 5, requires_grad=True)
+
+    def forward(x: Tensor) -> Tensor:
+        return torch.ops.resode_kernels.forward.default(x, *p.flat(), backend)[0]
+
+    inputs = [x, *stage.parameters()]
+    got = torch.autograd.grad(forward(x).sin().sum(), inputs, create_graph=True)
+    expected = torch.autograd.grad(stage(x).sin().sum(), inputs)
+    torch.testing.assert_close(got, expected, rtol=0, atol=0)
+    y, anchors, _ = torch.ops.resode_kernels.forward.default(x.detach(), *p.flat(), backend)
+    gradients = torch.ops.resode_kernels.reverse.default(
+        y.detach(), anchors.detach(), x, [True] * 5, *p.flat(), backend
+    )
+    for gradient in (*got, *gradients):
+        with pytest.raises(RuntimeError, match="second time"):
+            gradient.sum().backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match=r"torch\.func cannot differentiate the ops of a stage"):
+        torch.func.grad(lambda x: forward(x).sum())(x.detach())

@@ -4,8 +4,6 @@ everything as it was in the forward pass."""
 from __future__ import annotations
 
 import copy
-import io
-import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -281,19 +279,6 @@ def exact_gradients(stage: rk.ResidualStage, x: Tensor, wanted: list[Tensor]) ->
     return torch.autograd.grad(plain(stage, x).sin().sum(), wanted, allow_unused=True)
 
 
-def test_gradients_accumulate_and_graphs_can_be_retained() -> None:
-    stage = small_stage()
-    x = torch.randn(4, 6, dtype=torch.float64, requires_grad=True)
-    y = stage(x).sum()
-    y.backward(retain_graph=True)
-    once = [p.grad.clone() for p in (x, *stage.parameters())]
-    y.backward()
-    for p, g in zip((x, *stage.parameters()), once, strict=True):
-        torch.testing.assert_close(p.grad, 2 * g, rtol=0, atol=0)
-    with pytest.raises(RuntimeError, match="second time"):
-        y.backward()
-
-
 @pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize("options", EXACT, ids=name)
 @pytest.mark.parametrize("trained", [{0}, {2}, {4}, {1, 3}, set()], ids=str)
@@ -322,15 +307,6 @@ def test_frozen_parameters_and_inputs_cost_nothing(
         end = max(0, min(trained) - (scheme == "heun"))
         assert min(n for n, _ in calls) == end
         assert not any(wrt_x for n, wrt_x in calls if n == end)
-
-
-def test_gradients_can_be_asked_for_one_by_one() -> None:
-    stage = small_stage()
-    x = torch.randn(4, 6, dtype=torch.float64, requires_grad=True)
-    last = stage.blocks[4][2].weight
-    for wanted in ([x], [last], [x, last]):
-        got = torch.autograd.grad(stage(x).sin().sum(), wanted)
-        torch.testing.assert_close(got, exact_gradients(stage, x, wanted), rtol=1e-9, atol=1e-11)
 
 
 def test_unused_parameters_get_no_gradient() -> None:
@@ -605,21 +581,6 @@ def test_compiling_the_model_around_a_stage() -> None:
     torch.testing.assert_close(
         torch.autograd.grad(compiled(x).sum(), [*model.parameters()]), expected
     )
-
-
-def test_state_dict_deepcopy_and_pickle() -> None:
-    stage = small_stage(reverse="predicted", order=3, anchor_every=2)
-    x = torch.randn(4, 6, dtype=torch.float64)
-    expected = Outcome(stage, stage, x).numbers
-    other = small_stage(reverse="predicted", order=3, anchor_every=2)
-    buffer = io.BytesIO()
-    torch.save(stage.state_dict(), buffer)
-    buffer.seek(0)
-    other.load_state_dict(torch.load(buffer))
-    for twin in (other, copy.deepcopy(stage), pickle.loads(pickle.dumps(stage))):
-        assert twin.options == stage.options
-        got = Outcome(twin, twin, x).numbers
-        torch.testing.assert_close(got, expected, rtol=0, atol=0)
 
 
 def test_configure_changes_options_in_place() -> None:
