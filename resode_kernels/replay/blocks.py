@@ -127,7 +127,7 @@ class ReplayedBlock(PlainBlock):
         self.hooked = any(m._forward_hooks for m in modules) and not self.sharded
         self.modes = [(m, m.training) for m in modules]
         self.keys = [(m, key) for m in modules for key, b in m._buffers.items() if b is not None]
-        self.frozen = frozen(module)
+        self.frozen = frozen(module, self.sharded)
         self.stand_ins: list[tuple[Slot, nn.Parameter]] = []
         """What a backward pass puts into the module, and where."""
         self.inputs: list[Tensor] = []
@@ -231,7 +231,7 @@ class ReplayedBlock(PlainBlock):
         """Context with the module as it was before evaluation k, with stand-ins, for this run
         alone."""
         with turns.alone(self.run):
-            stand_ins = [*self.stand_ins, *replaced(self.frozen, self)]
+            stand_ins = self.stand_ins + replaced(self.frozen, self)
             with standing_in(stand_ins, self.modes), self.buffers_at(k):
                 yield
 

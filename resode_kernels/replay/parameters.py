@@ -47,7 +47,7 @@ def trainable(
 def refuse_unusable(owner: nn.Module, name: str, parameter: nn.Parameter) -> None:
     """Raises for parameters that autograd cannot save."""
     whose = f"the parameter {name!r} of a {type(owner).__name__} in a block"
-    if isinstance(parameter, nn.UninitializedParameter):
+    if type(parameter) is nn.UninitializedParameter:
         raise ValueError(
             f"{whose} is not initialized yet: call the stage once under torch.no_grad() before "
             "training, as lazy modules ask for"
@@ -79,9 +79,9 @@ class Held(NamedTuple):
         return self.tensor
 
 
-def frozen(module: nn.Module) -> list[tuple[Slot, Held]]:
+def frozen(module: nn.Module, sharded: bool) -> list[tuple[Slot, Held]]:
     """The slots of the parameters that require no grad, with what is in them."""
-    managed = managed_modules(module)
+    managed = managed_modules(module) if sharded else ()
     return [
         (Slot(owner, name, -1), Held.of(p))
         for owner in module.modules()

@@ -136,15 +136,18 @@ def check(case: Case) -> None:
     if case.wrapper == "autocast" and not is_fused:
         dtypes.append(torch.bfloat16)
     digits = max(DIGITS[dtype] for dtype in dtypes)
-    names = {name.removeprefix("stage."): t for name, t in expected.items()}
-    assert_equal({name.removeprefix("stage."): t for name, t in got.items()}, names, digits)
+    got, expected = (
+        {name.removeprefix("stage."): t for name, t in results.items()}
+        for results in (got, expected)
+    )
+    assert_equal(got, expected, digits, overflows=bool(case.special))
     for t in (t for name, t in got.items() if name[0] == "y"):
         assert t is not None
         assert t.dtype == DTYPES[case.dtype]
     # torch's checkpoint stops early when it runs again, and so moves some statistics only once.
     if case.wrapper != "checkpoint" and not (network.functional and is_fused):
         state, buffers = dict(twin.named_buffers()), dict(module.named_buffers())
-        assert_equal(buffers, state, digits)  # type: ignore[arg-type]
+        assert_equal(buffers, state, digits, bool(case.special))  # type: ignore[arg-type]
 
 
 # --------------------------------------------------------------------------------- strategies
@@ -240,8 +243,8 @@ def module_cases(draw: st.DrawFn) -> Case:
         network = replace(network, shared=False)
     if network.kind == "checkpoint inside" and wrapper == "functional_call":
         wrapper = "plain"  # the checkpoint runs again with the module's own parameters
-    if network.kind == "counter" and wrapper == "save_on_cpu":
-        wrapper = "plain"  # it keeps the counter itself, which counts on
+    if "counter" in network.kind and ("checkpoint" in wrapper or wrapper == "save_on_cpu"):
+        wrapper = "plain"  # torch computes with a counter that has counted on
     if wrapper == "saved strided":  # of which torch's own batch norm computes wrong gradients
         wrapper = "saved copies"
     if wrapper == "threads" and (network.is_random or network.is_stateful):
