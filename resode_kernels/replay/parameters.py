@@ -44,7 +44,7 @@ def trainable(
     return list(numbers), slots
 
 
-def refuse_unusable(owner: nn.Module, name: str, parameter: nn.Parameter) -> None:
+def refuse_unusable(owner: nn.Module, name: str, parameter: Tensor) -> None:
     """Raises for parameters that autograd cannot save."""
     whose = f"the parameter {name!r} of a {type(owner).__name__} in a block"
     if type(parameter) is nn.UninitializedParameter:
