@@ -33,7 +33,8 @@ def full_of_nans() -> Iterator[None]:
 
 def assert_own(error: BaseException) -> None:
     """The package raised it on purpose, or a block of the user's did and the error names it."""
-    if any("raised by block" in note for note in getattr(error, "__notes__", ())):
+    notes = getattr(error, "__notes__", [str(error)])  # Python 3.10 has no notes
+    if any("raised by block" in note for note in notes):
         return
     last = traceback.extract_tb(error.__traceback__)[-1]
     line = linecache.getline(last.filename, last.lineno or 0).strip()

@@ -36,6 +36,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import resode_kernels as rk
+from resode_kernels.backends import cpp
 
 WRAPPERS = {**COMMON, **TRANSFORMS, **COMPILED}
 CASES = int(os.environ.get("RESODE_FUZZ", "300"))
@@ -154,6 +155,7 @@ def check(case: Case) -> None:
 
 some = st.sampled_from
 depths = st.integers(1, 6)
+BACKENDS = ["auto", "reference", *(["cpp"] if cpp.unavailable() is None else [])]
 schemes = some(["euler", "heun"])
 EXACT: list[dict[str, Any]] = [
     {"backward": "stored"},
@@ -191,7 +193,7 @@ def fused_cases(draw: st.DrawFn) -> Case:
     options = dict(draw(some(EXACT)))
     if wrapper in COMMON and draw(st.booleans()):
         options = {**draw(some(RULES)), "step": draw(some([0.05, 0.02]))}
-    options |= {"scheme": draw(schemes), "backend": draw(some(["auto", "cpp", "reference"]))}
+    options |= {"scheme": draw(schemes), "backend": draw(some(BACKENDS))}
     if draw(st.integers(0, 9)) == 9:
         options["stream"] = "input"
     dtype = draw(some(list(DTYPES)))
@@ -303,7 +305,7 @@ def strange_calls(draw: st.DrawFn) -> StrangeCall:
         layout=draw(some(layouts)),
         dtype=draw(some(["float64", "float32", "bfloat16"])),
         option=draw(some(WRONG_OPTIONS)) if draw(st.integers(0, 3)) == 3 else None,
-        options={**options, "backend": draw(some(["auto", "cpp", "reference"]))},
+        options={**options, "backend": draw(some(BACKENDS))},
         grad=draw(st.booleans()),
         seed=draw(st.integers(0, 10**6)),
     )
