@@ -243,8 +243,10 @@ def module_cases(draw: st.DrawFn) -> Case:
     )  # torch unties shared layers there
     if network.kind == "pair" or swapped:
         network = replace(network, shared=False)
-    if network.kind == "checkpoint inside" and wrapper == "functional_call":
-        wrapper = "plain"  # the checkpoint runs again with the module's own parameters
+    if network.kind == "checkpoint inside" and (
+        wrapper == "functional_call" or wrapper.startswith("saved")
+    ):  # torch's checkpoint runs again with the module's own parameters, or what the hooks made
+        wrapper = "plain"
     if "counter" in network.kind and ("checkpoint" in wrapper or wrapper == "save_on_cpu"):
         wrapper = "plain"  # torch computes with a counter that has counted on
     if wrapper == "saved strided":  # of which torch's own batch norm computes wrong gradients
