@@ -73,6 +73,8 @@ def a_tensor(name: str, value: object) -> Tensor:
                 "is_leaf_module is true for stages, or use torch.export"
             )
         raise TypeError(f"{name} must be a tensor, not {given(value)}")
+    if type(value) is nn.UninitializedParameter:
+        raise ValueError(f"{name} must have a value, but is an {type(value).__name__}")
     if value.layout is not torch.strided or value.is_nested:
         layout, convert = str(value.layout).replace("torch.", "").strip("_"), "to_dense()"
         if value.is_nested:

@@ -153,7 +153,13 @@ class Conv(Block):
     ) -> None:
         self.activation = activation
         self.sigma, self.slope = ACTIVATIONS[activation]
-        self.epsilon, self.layers, self.statistics = epsilon, layers, statistics
+        self.epsilon, self.statistics = epsilon, statistics
+        # The backward pass of torch's batch norm reads γ, mean and variance without their strides
+        # if images are channels-last.
+        self.layers = [
+            [weight, *(None if t is None else t.contiguous() for t in vectors)]
+            for weight, *vectors in layers
+        ]
 
     def f(self, x: Tensor, k: int) -> Tensor:
         x, trace = self.evaluate(x)

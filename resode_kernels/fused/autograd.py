@@ -39,7 +39,7 @@ def run(x: Tensor, problem: Problem, backend: str) -> tuple[Tensor, Tensor]:
         y, _, statistics = ops.forward(x.to(stream_dtype(x.dtype)), problem, backend)
         return y.to(x.dtype), statistics
     except gate.NOT_IMPLEMENTED as error:
-        gate.blame_subclasses(inputs, problem, error)
+        gate.blame_inputs(inputs, problem, error)
         raise
 
 

@@ -72,10 +72,18 @@ def check(tensors: Sequence[Tensor | None], states: Sequence[str], problem: Prob
         raise _refusal(tensors, states, problem, _runs_ops_itself)
 
 
-def blame_subclasses(inputs: Sequence[Tensor | None], problem: Problem, error: Exception) -> None:
-    """Refuses subclasses that cannot run the op, if ``error`` was raised by one."""
+def blame_inputs(inputs: Sequence[Tensor | None], problem: Problem, error: Exception) -> None:
+    """Refuses subclasses that cannot run the op, if ``error`` was raised by one, and tensors that
+    autograd cannot save."""
     if any(map(_runs_ops_itself, inputs)):
         raise _refusal(inputs, ("x",), problem, _runs_ops_itself) from error
+    if str(error).startswith("Inference tensors cannot be saved"):
+        i = next(i for i, t in enumerate(inputs) if t is not None and t.is_inference())
+        name = problem.name_of(i - 1) if i else "x"
+        raise RuntimeError(
+            f"{name} was made in torch.inference_mode(), so gradients cannot pass through it: give "
+            f"{name}.clone(), or call the stage under torch.no_grad()"
+        ) from error
 
 
 def refuse_gradients_of_constants(problem: Problem, needs: Sequence[bool]) -> None:

@@ -21,7 +21,7 @@ from ..states import State, parts, state_like
 from ..undifferentiable import undifferentiable
 from . import verification
 from .calls import Call, RepeatedCall, described
-from .parameters import Slot, is_sharded, standing_in
+from .parameters import Held, Slot, frozen, is_sharded, replaced, standing_in
 from .surroundings import Surroundings
 from .turns import turns
 
@@ -101,8 +101,15 @@ class Evaluation(NamedTuple):
     generators: dict[torch.device, Tensor]
     """States of the random number generators that it used."""
     buffers: dict[tuple[nn.Module, str], Tensor]
-    """Values of the buffers that it changed. Running statistics of batch norms are left out: a
-    layer that updates them does not read them."""
+    """Values of the buffers that it changed. Running statistics of batch norms in training mode are
+    left out: a layer that updates them does not read them."""
+    held: dict[tuple[nn.Module, str], Held]
+    """The buffers that it did not change."""
+
+    @property
+    def repeats_any(self) -> bool:
+        """Whether it depends on nothing that other evaluations change."""
+        return not self.generators and not self.buffers
 
 
 class ReplayedBlock(PlainBlock):
@@ -120,6 +127,7 @@ class ReplayedBlock(PlainBlock):
         self.hooked = any(m._forward_hooks for m in modules) and not self.sharded
         self.modes = [(m, m.training) for m in modules]
         self.keys = [(m, key) for m in modules for key, b in m._buffers.items() if b is not None]
+        self.frozen = frozen(module, self.sharded)
         self.stand_ins: list[tuple[Slot, nn.Parameter]] = []
         """What a backward pass puts into the module, and where."""
         self.inputs: list[Tensor] = []
@@ -128,7 +136,7 @@ class ReplayedBlock(PlainBlock):
         """All arguments and parameters in the backward pass."""
 
     def repeats(self, k: int, j: int) -> bool:
-        return not any(any(self.evaluations[i]) for i in (k, j))
+        return all(self.evaluations[i].repeats_any for i in (k, j))
 
     def f(self, x: State, k: int) -> Any:
         if k not in self.evaluations:
@@ -142,17 +150,19 @@ class ReplayedBlock(PlainBlock):
             buffers = {
                 (m, key): (buffer, buffer._version, buffer.clone())
                 for m, key, buffer in self.buffers()
-                if not isinstance(m, _NormBase)
+                if not (isinstance(m, _NormBase) and m.training)
             }
             y = super().f(x, k)
             after = self.around.generators()
+            changed = {
+                (m, key): before
+                for (m, key), (buffer, version, before) in buffers.items()
+                if m._buffers[key] is not buffer or buffer._version != version
+            }
             self.evaluations[k] = Evaluation(
                 {d: state for d, state in generators.items() if not torch.equal(state, after[d])},
-                {
-                    (m, key): before
-                    for (m, key), (buffer, version, before) in buffers.items()
-                    if m._buffers[key] is not buffer or buffer._version != version
-                },
+                changed,
+                {at: Held.of(buffer) for at, (buffer, *_) in buffers.items() if at not in changed},
             )
             if not self.hooked and not verification.is_verified(self.module, self.call):
                 self.call.refuse_changes()
@@ -220,13 +230,17 @@ class ReplayedBlock(PlainBlock):
     def placed(self, k: int) -> Iterator[None]:
         """Context with the module as it was before evaluation k, with stand-ins, for this run
         alone."""
-        with turns.alone(self.run), standing_in(self.stand_ins, self.modes), self.buffers_at(k):
-            yield
+        with turns.alone(self.run):
+            stand_ins = self.stand_ins + replaced(self.frozen, self)
+            with standing_in(stand_ins, self.modes), self.buffers_at(k):
+                yield
 
     @contextmanager
     def buffers_at(self, k: int) -> Iterator[None]:
         """Context with copies of the buffers as they were before evaluation k."""
-        before = self.evaluations[k].buffers
+        _, values, held = self.evaluations[k]
+        before = {at: h.as_it_was(f"the buffer {at[1]!r} of {self}") for at, h in held.items()}
+        before |= values
         now = self.buffers()
         try:
             for m, key, buffer in now:

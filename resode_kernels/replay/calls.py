@@ -38,7 +38,7 @@ class RepeatedCall(Call):
         super().__init__(x, (), {})
         leaves, self.tree = tree_flatten((args, kwargs))
         self.places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
-        self.tensors = [leaves[i] for i in self.places]
+        self.tensors = [out_of_inference(leaves[i]) for i in self.places]
         self.leaves = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         self.objects = [leaf for leaf in self.leaves if not isinstance(leaf, PLAIN)]
         self.refuse_tensors_in_objects(args, kwargs)
@@ -85,6 +85,11 @@ class RepeatedCall(Call):
 
     def name_of(self, leaf: object) -> str:
         return next(n for n, v in named(self.args, self.kwargs) if holds(v, leaf))
+
+
+def out_of_inference(tensor: Tensor) -> Tensor:
+    """A tensor that autograd can save: a copy of one that was made in inference mode."""
+    return tensor.clone() if tensor.is_inference() else tensor
 
 
 def named(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:

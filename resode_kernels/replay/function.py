@@ -22,7 +22,7 @@ from ..states import State, in_stream, parts, state_like
 from ..uncompiled import uncompiled
 from ..undifferentiable import undifferentiable
 from .blocks import PlainBlock, ReplayedBlock
-from .calls import Call, RepeatedCall
+from .calls import Call, RepeatedCall, out_of_inference
 from .parameters import Slot, is_sharded, stand_ins_for, trainable
 from .surroundings import Surroundings, uncached_parametrizations
 from .turns import turns
@@ -237,7 +237,7 @@ def run(
     grad = torch.is_grad_enabled()
     # Inference mode is left, because in-place changes of tensors cannot be detected in it.
     with torch.inference_mode(False), torch.set_grad_enabled(grad):
-        x = state_like(x, [t.clone() if t.is_inference() else t for t in parts(x)])
+        x = state_like(x, [out_of_inference(t) for t in parts(x)])
         transformed = transforms.may_apply() or transforms.are_traced(parts(x))
         plainly = transformed or (grad and stored)
         if plainly:

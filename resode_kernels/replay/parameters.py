@@ -32,15 +32,75 @@ def trainable(
     numbers: dict[nn.Parameter, int] = {}
     slots: dict[nn.Module, list[Slot]] = {}
     for module in dict.fromkeys(modules):
-        managed = {m for unit in module.modules() if is_sharded(unit) for m in unit.modules()}
+        managed = managed_modules(module)
         slots[module] = []
         for owner in module.modules():
             for name, p in owner._parameters.items():
                 if p is not None and p.requires_grad:
+                    refuse_unusable(owner, name, p)
                     slot = Slot(owner, name, numbers.setdefault(p, len(numbers)))
                     if owner not in managed:
                         slots[module].append(slot)
     return list(numbers), slots
+
+
+def refuse_unusable(owner: nn.Module, name: str, parameter: Tensor) -> None:
+    """Raises for parameters that autograd cannot save."""
+    whose = f"the parameter {name!r} of a {type(owner).__name__} in a block"
+    if type(parameter) is nn.UninitializedParameter:
+        raise ValueError(
+            f"{whose} is not initialized yet: call the stage once under torch.no_grad() before "
+            "training, as lazy modules ask for"
+        )
+    if parameter.is_inference():
+        raise RuntimeError(
+            f"{whose} was made in torch.inference_mode(), so it has no gradients: make the blocks "
+            "outside of inference mode"
+        )
+
+
+class Held(NamedTuple):
+    """A tensor that replays need as the forward pass had it. It is not copied."""
+
+    tensor: Tensor
+    version: int | None
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> Held:
+        return cls(tensor, None if tensor.is_inference() else tensor._version)
+
+    def as_it_was(self, what: str) -> Tensor:
+        if self.version is not None and self.tensor._version != self.version:
+            raise RuntimeError(
+                f"{what} was changed in place after the forward pass. The backward pass runs the "
+                "blocks again and needs it as it was: change it after the backward pass, or put "
+                "another tensor in its place"
+            )
+        return self.tensor
+
+
+def frozen(module: nn.Module, sharded: bool) -> list[tuple[Slot, Held]]:
+    """The slots of the parameters that require no grad, with what is in them."""
+    managed = managed_modules(module) if sharded else ()
+    return [
+        (Slot(owner, name, -1), Held.of(p))
+        for owner in module.modules()
+        if owner not in managed
+        for name, p in owner._parameters.items()
+        if p is not None and not p.requires_grad
+    ]
+
+
+def replaced(held: Sequence[tuple[Slot, Held]], block: object) -> list[tuple[Slot, nn.Parameter]]:
+    """What must be put back into slots of frozen parameters, as after a ``functional_call``."""
+    result: list[tuple[Slot, nn.Parameter]] = []
+    for slot, own in held:
+        tensor = own.as_it_was(f"the parameter {slot.name!r} of {block}")
+        if slot.owner._parameters.get(slot.name) is not tensor:
+            if not isinstance(tensor, nn.Parameter):
+                tensor = nn.Parameter(tensor, requires_grad=False)
+            result.append((slot, tensor))
+    return result
 
 
 def stand_ins_for(
@@ -80,6 +140,11 @@ def standing_in(
             slot.put(own)
         for m, mode in changed:
             m.training = not mode
+
+
+def managed_modules(module: nn.Module) -> set[nn.Module]:
+    """The modules whose parameters FSDP manages."""
+    return {m for unit in module.modules() if is_sharded(unit) for m in unit.modules()}
 
 
 def is_sharded(module: nn.Module) -> bool:

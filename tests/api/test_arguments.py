@@ -49,6 +49,11 @@ def nested(layout: torch.layout) -> torch.Tensor:
     return torch.nested.nested_tensor([X, X], layout=layout)
 
 
+def of_inference(t: torch.Tensor) -> torch.Tensor:
+    with torch.inference_mode():
+        return t.clone()
+
+
 Refused = tuple[Callable[[], object], type[Exception], str]
 
 NUMBERS: list[Refused] = [
@@ -114,6 +119,16 @@ CHOICES: list[Refused] = [
 ]
 
 TENSORS: list[Refused] = [
+    (
+        lambda: mlp_stage(X, nn.UninitializedParameter(), B1, W2, B2),
+        ValueError,
+        "w1 must have a value, but is an UninitializedParameter",
+    ),
+    (
+        lambda: mlp_stage(X.clone().requires_grad_(), of_inference(W1), B1, W2, B2),
+        RuntimeError,
+        r"w1 was made in torch.inference_mode\(\).*w1.clone",
+    ),
     (
         lambda: STAGE(X.to_sparse()),
         TypeError,

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from derivatives import BACKENDS, KINDS, pair
+from derivatives import BACKENDS, EXACT, KINDS, pair
 from helpers import problem_of
 from torch import Tensor, nn
 from torch.func import functional_call
@@ -228,3 +229,30 @@ def test_parametrized_weights(backend: str) -> None:
     )
     torch.nn.utils.parametrize.register_parametrization(stage, "w1", Negative())
     close(stage(x), expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("training", [True, False])
+def test_normalizations_are_read_by_their_strides(training: bool, backend: str) -> None:
+    """Of channels-last images too, for which torch's own batch norm does not."""
+
+    def results(lay_out: Callable[[Tensor], Tensor]) -> list[Tensor]:
+        torch.manual_seed(0)
+        x = torch.randn(2, 4, 5, 5).contiguous(memory_format=torch.channels_last).requires_grad_()
+        weight, gamma, beta = (
+            torch.randn(3, 4, 4, 3, 3) / 6,
+            torch.rand(3, 4) + 0.5,
+            torch.ones(3, 4),
+        )
+        leaves = [lay_out(t).requires_grad_() for t in (weight, gamma, beta)]
+        moments = [] if training else [lay_out(torch.ones(3, 4)), lay_out(torch.rand(3, 4) + 0.5)]
+        layers = [(*leaves, *moments)] * 2
+        y = rk.functional.conv_stage(x, layers, activation="tanh", backend=backend, **EXACT)
+        return [y.detach(), *torch.autograd.grad(y.sin().sum(), [x, *leaves])]
+
+    def between_nans(t: Tensor) -> Tensor:
+        memory = t.new_full((*t.shape, 2), float("nan"))
+        memory[..., 0] = t
+        return memory[..., 0]
+
+    close(results(between_nans), results(torch.clone), rtol=1e-4, atol=1e-4)
