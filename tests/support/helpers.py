@@ -159,6 +159,13 @@ def crews_of(stage: rk.Stage, x: Tensor) -> tuple[int, int]:
     return crews
 
 
+OUTSIDE_OF_OPS = (
+    torch._C._dispatch_tls_local_include_set(),
+    torch._C._dispatch_tls_local_exclude_set(),
+)
+"""torch's dispatch where no op runs. Autograd does nothing inside of an op."""
+
+
 def in_dtype(dtype: torch.dtype) -> EngineBackend:
     """Plain PyTorch with products in a dtype, differentiated by autograd."""
 
@@ -177,7 +184,18 @@ def in_dtype(dtype: torch.dtype) -> EngineBackend:
             u = F.batch_norm(z, None, None, gamma, beta, training=True, eps=epsilon)
         return u.to(x.dtype)
 
-    class Conv(reference.Function):
+    class Function(reference.Function):
+        def linearize(self, x: Tensor, k: int, wrt_x: bool = True) -> Any:
+            with torch._C._ForceDispatchKeyGuard(*OUTSIDE_OF_OPS):
+                y, pullback = super().linearize(x, k, wrt_x)
+
+            def with_autograd(g: Tensor) -> Any:
+                with torch._C._ForceDispatchKeyGuard(*OUTSIDE_OF_OPS):
+                    return pullback(g)
+
+            return y, with_autograd
+
+    class Conv(Function):
         def linearize(self, x: Tensor, k: int, wrt_x: bool = True) -> Any:
             y, pullback = super().linearize(x, k, wrt_x)
 
@@ -194,10 +212,10 @@ def in_dtype(dtype: torch.dtype) -> EngineBackend:
 
     return EngineBackend(
         "reference",
-        mlp=lambda activation, *theta: reference.Function(
+        mlp=lambda activation, *theta: Function(
             lambda x, *theta: mlp(x, activation, *theta), *map(leaf, theta)
         ),
-        linear=lambda weight: reference.Function(
+        linear=lambda weight: Function(
             lambda x, weight: linear(x, weight).to(x.dtype), leaf(weight)
         ),
         conv=lambda activation, epsilon, layers, _: Conv(
