@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from helpers import (
     BLOCKS,
     RULES,
+    Function,
     Run,
     assert_as_accurate_as_pytorch,
     gradients_by,
@@ -25,7 +26,7 @@ from helpers import (
 from torch import Tensor
 
 import resode_kernels as rk
-from resode_kernels import backends, info, reference
+from resode_kernels import backends, info
 from resode_kernels.backends import cuda, native, triton
 from resode_kernels.backends.contract import ForwardIO, ReverseIO
 from resode_kernels.backends.cuda import gpu
@@ -104,16 +105,16 @@ def in_tf32() -> EngineBackend:
     """Plain PyTorch with products in TF32, which it has on GPUs only."""
     linear = TF32Linear.apply
 
-    def mlp(activation: str, *theta: Tensor) -> reference.Function:
+    def mlp(activation: str, *theta: Tensor) -> Function:
         def f(x: Tensor, w1: Tensor, b1: Tensor, w2: Tensor, b2: Tensor) -> Tensor:
             return linear(getattr(F, activation)(linear(x, w1) + b1), w2) + b2
 
-        return reference.Function(f, *(t.detach().requires_grad_() for t in theta))
+        return Function(f, *(t.detach().requires_grad_() for t in theta))
 
     return EngineBackend(
         "reference",
         mlp=mlp,
-        linear=lambda w: reference.Function(linear, w.detach().requires_grad_()),
+        linear=lambda w: Function(linear, w.detach().requires_grad_()),
     )
 
 

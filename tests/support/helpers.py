@@ -166,6 +166,20 @@ OUTSIDE_OF_OPS = (
 """torch's dispatch where no op runs. Autograd does nothing inside of an op."""
 
 
+class Function(reference.Function):
+    """``reference.Function`` inside of an op."""
+
+    def linearize(self, x: Tensor, k: int, wrt_x: bool = True) -> Any:
+        with torch._C._ForceDispatchKeyGuard(*OUTSIDE_OF_OPS):
+            y, pullback = super().linearize(x, k, wrt_x)
+
+        def with_autograd(g: Tensor) -> Any:
+            with torch._C._ForceDispatchKeyGuard(*OUTSIDE_OF_OPS):
+                return pullback(g)
+
+        return y, with_autograd
+
+
 def in_dtype(dtype: torch.dtype) -> EngineBackend:
     """Plain PyTorch with products in a dtype, differentiated by autograd."""
 
@@ -183,17 +197,6 @@ def in_dtype(dtype: torch.dtype) -> EngineBackend:
             z = F.conv2d(getattr(F, activation)(u).to(dtype), weight.to(dtype), padding="same")
             u = F.batch_norm(z, None, None, gamma, beta, training=True, eps=epsilon)
         return u.to(x.dtype)
-
-    class Function(reference.Function):
-        def linearize(self, x: Tensor, k: int, wrt_x: bool = True) -> Any:
-            with torch._C._ForceDispatchKeyGuard(*OUTSIDE_OF_OPS):
-                y, pullback = super().linearize(x, k, wrt_x)
-
-            def with_autograd(g: Tensor) -> Any:
-                with torch._C._ForceDispatchKeyGuard(*OUTSIDE_OF_OPS):
-                    return pullback(g)
-
-            return y, with_autograd
 
     class Conv(Function):
         def linearize(self, x: Tensor, k: int, wrt_x: bool = True) -> Any:
