@@ -1,7 +1,8 @@
 """Checks of the ops' arguments against the problem, before a backend takes an address of them.
 
-Users come through the checks of ``resode_kernels.functional``. Here come calls of
-``torch.ops.resode_kernels`` and what autograd saved, which hooks may have changed since.
+Every pass comes here: of stages, whose checks in ``resode_kernels.functional`` only name better
+what is refused, of ``torch.ops.resode_kernels``, and of what autograd saved, which hooks may have
+changed since.
 """
 
 from __future__ import annotations
@@ -15,12 +16,10 @@ import torch
 from torch import Tensor
 
 from .. import backends
-from ..options import ORDERS, Method, NonFinite, Scheme, choice
+from ..options import LARGEST, ORDERS, Method, NonFinite, Scheme, choice
 from ..problem import PER_LAYER, STACKED, ConvLayer, Problem
 from ..reference import ACTIVATIONS
 
-LARGEST = 2**31 - 1
-"""Kernels count steps in 32 bits."""
 OPTIONAL = ("b1", "b2", *ConvLayer._fields[1:])
 DTYPES = {
     torch.float32: (torch.float32, torch.float16, torch.bfloat16),
@@ -39,8 +38,8 @@ def forward(x: Tensor, problem: Problem, backend: str) -> None:
             "the state must be of the stream's dtype, float64 if the parameters are float64 and "
             f"float32 otherwise, not {x.dtype}"
         )
-    device, meta = x.device, x.is_meta
-    if not meta and (reason := backends.why_not(backend, device, x.dtype)) is not None:
+    device = x.device
+    if not x.is_meta and (reason := backends.why_not(backend, device, x.dtype)) is not None:
         raise backends.BackendUnavailableError(f"backend={backend!r} is not available: {reason}")
     shapes = _of_images(x, problem) if block == "conv" else _of_rows(x, problem)
     dtype = None

@@ -70,21 +70,18 @@ class RepeatedCall(Call):
         tensors = [leaves[place] for place in self.places]
         for tensor, version in zip(tensors, versions, strict=True):
             if tensor._version != version:
-                raise RuntimeError(changes(self.name_of(tensor), tensor))
+                raise RuntimeError(changes(name_of(tensor, self.args, self.kwargs), tensor))
 
     def refuse_tensors_in_objects(self, args: Any, kwargs: Any) -> None:
         for value in self.objects:
             if holds_tensors(value):
-                name = next(n for n, v in named(args, kwargs) if holds(v, value))
                 raise TypeError(
-                    f"{name} {described(value)} that holds tensors. A stage runs its blocks again "
-                    "in the backward pass, and there it must know every tensor: pass tensors, or "
-                    "lists, tuples and dicts of them. For a cache of keys and values pass "
-                    "use_cache=False; with backward='stored' every block runs only once"
+                    f"{name_of(value, args, kwargs)} {described(value)} that holds tensors. A "
+                    "stage runs its blocks again in the backward pass, and there it must know "
+                    "every tensor: pass tensors, or lists, tuples and dicts of them. For a cache "
+                    "of keys and values pass use_cache=False; with backward='stored' every block "
+                    "runs only once"
                 )
-
-    def name_of(self, leaf: object) -> str:
-        return next(n for n, v in named(self.args, self.kwargs) if holds(v, leaf))
 
 
 def out_of_inference(tensor: Tensor) -> Tensor:
@@ -100,8 +97,13 @@ def named(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[tuple[str,
         yield f"the argument {key!r} is", value
 
 
-def holds(tree: Any, leaf: object) -> bool:
-    return any(other is leaf for other in tree_leaves(tree))
+def name_of(leaf: object, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
+    """The name of the argument that a leaf is in."""
+    return next(
+        name
+        for name, value in named(args, kwargs)
+        if any(other is leaf for other in tree_leaves(value))
+    )
 
 
 def same_items(a: Any, b: Any) -> bool:
@@ -126,8 +128,11 @@ def described(value: object) -> str:
     return "None" if value is None else f"a {type(value).__name__}"
 
 
-PLAIN = (type(None), bool, int, float, complex, str, bytes, type, ModuleType, FunctionType)
-"""Arguments that nobody looks into for tensors, as modules and methods."""
+PLAIN = (
+    *(type(None), bool, int, float, complex, str, bytes),
+    *(type, ModuleType, FunctionType, MethodType, nn.Module),
+)
+"""The types of objects that are not searched for tensors."""
 
 
 def holds_tensors(value: object) -> bool:
@@ -137,7 +142,7 @@ def holds_tensors(value: object) -> bool:
         value = inner.pop()
         if isinstance(value, Tensor):
             return True
-        if id(value) in seen or isinstance(value, (*PLAIN, nn.Module, MethodType)):
+        if id(value) in seen or isinstance(value, PLAIN):
             continue
         seen.add(id(value))
         if isinstance(value, Mapping):

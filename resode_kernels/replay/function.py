@@ -246,9 +246,10 @@ def run(
             call = RepeatedCall(x, args, kwargs)
             with turns.shared():
                 parameters, slots = trainable(modules)
-                run = Run(modules, method, x, call, slots, combine, stream)
-            tensors = (*parts(x), *call.tensors, *parameters)
-            if any(t.requires_grad for t in tensors):
+                tensors = (*parts(x), *call.tensors, *parameters)
+                needed = any(t.requires_grad for t in tensors)
+                run = Run(modules, method, x, call, slots, combine, stream) if needed else None
+            if run is not None:
                 call.tensors = []
                 return ResidualFunction.apply(run, *tensors)
         plain = Call(x, args, kwargs)
