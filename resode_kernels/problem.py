@@ -70,6 +70,8 @@ class Problem(NamedTuple):
     @property
     def convolutions(self) -> list[tuple[int, int, int]]:
         """conv: channels in, channels out and window size of each layer of a block."""
+        if not self.layers:
+            return []
         shapes = []
         for weight, *_ in self.layers_of(0):
             assert weight is not None

@@ -39,9 +39,12 @@ def refuses(device: torch.device, dtype: torch.dtype) -> str | None:
 
 def forward(problem: Problem, io: ForwardIO) -> None:
     x = native.contiguous(_channels_last(problem, io.x))
-    with native.written([_channels_last(problem, io.y)]) as (y,):
-        assert y is not None
-        _run(problem, x, native.forward_of(_C, io._replace(x=x, y=y)))
+    results = [_channels_last(problem, io.y)]
+    buffers = native.writable(results)
+    (y,) = buffers
+    assert y is not None
+    _run(problem, x, native.forward_of(_C, ForwardIO(x, y, *io[2:])))
+    native.copy_buffers(buffers, results)
 
 
 def reverse(problem: Problem, io: ReverseIO) -> None:
@@ -52,11 +55,13 @@ def reverse(problem: Problem, io: ReverseIO) -> None:
     to_x, *to_parameters = io.gradients
     if to_x is not None:
         to_x = _channels_last(problem, to_x)
-    with native.written([to_x, *to_parameters]) as results:
-        for result in results:
-            _use_large_pages(result)
-        io = io._replace(start=start, anchors=anchors, cotangent=cotangent, gradients=results)
-        _run(problem, start, native.reverse_of(_C, problem, io))
+    results = [to_x, *to_parameters]
+    buffers = native.writable(results)
+    for buffer in buffers:
+        _use_large_pages(buffer)
+    native_io = ReverseIO(start, anchors, cotangent, buffers, io.nonfinite)
+    _run(problem, start, native.reverse_of(_C, problem, native_io))
+    native.copy_buffers(buffers, results)
 
 
 def _channels_last(problem: Problem, state: Tensor) -> Tensor:

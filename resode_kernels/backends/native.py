@@ -7,8 +7,7 @@ import functools
 import importlib
 import json
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 from typing import Any
@@ -134,12 +133,13 @@ def reverse_of(module: Any, problem: Problem, io: ReverseIO) -> Any:
     )
 
 
-@contextmanager
-def written(results: Sequence[Tensor | None]) -> Iterator[list[Tensor | None]]:
-    """Yields memory for kernels to write to: the results themselves if they are contiguous,
-    otherwise buffers that are copied to the results at the end."""
-    buffers = [r if r is None or r.is_contiguous() else r.new_empty(r.shape) for r in results]
-    yield buffers
-    for result, buffer in zip(results, buffers, strict=True):
+def writable(results: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """Memory for kernels to write to: the results that are contiguous, buffers for the others."""
+    return [r if r is None or r.is_contiguous() else r.new_empty(r.shape) for r in results]
+
+
+def copy_buffers(buffers: Sequence[Tensor | None], results: Sequence[Tensor | None]) -> None:
+    """Copies what kernels have written to the buffers of ``writable`` to the results."""
+    for buffer, result in zip(buffers, results, strict=True):
         if result is not None and buffer is not None and buffer is not result:
             result.copy_(buffer)

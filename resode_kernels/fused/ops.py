@@ -41,7 +41,8 @@ def _new_states(x: Tensor, problem: Problem) -> tuple[Tensor, Tensor, Tensor]:
     return (
         torch.empty_like(x),
         x.new_empty((problem.anchor_count, *x.shape)),
-        x.new_zeros(problem.statistics),
+        # Without layers it is empty, which new_empty is faster at.
+        x.new_zeros(problem.statistics) if problem.layers else x.new_empty(problem.statistics),
     )
 
 

@@ -42,23 +42,20 @@ def forward(x: Tensor, problem: Problem, backend: str) -> None:
     if not x.is_meta and (reason := backends.why_not(backend, device, x.dtype)) is not None:
         raise backends.BackendUnavailableError(f"backend={backend!r} is not available: {reason}")
     shapes = _of_images(x, problem) if block == "conv" else _of_rows(x, problem)
-    dtype = None
+    first = parameters[0]
+    assert first is not None  # both have looked at its shape
+    dtype = first.dtype
+    if dtype not in DTYPES[x.dtype]:
+        _refuse_dtype(first, 0, problem, x)
     for i, (p, shape) in enumerate(zip(parameters, shapes, strict=True)):
         if p is None:
             if (name := problem.name_of(i)).split()[0] not in OPTIONAL:
                 raise TypeError(f"{name} must be a tensor of the shape {list(shape)}, not None")
-            continue
-        if p.shape != shape:
+        elif p.shape != shape:
             _refuse_shape(problem.name_of(i), p, shape)
-        if p.dtype is not dtype:
-            if dtype is not None or p.dtype not in DTYPES[x.dtype]:
-                raise TypeError(
-                    f"{problem.name_of(i)} is {p.dtype}; all parameters must share one "
-                    f"floating-point dtype, and for a state of {x.dtype} it must be one of "
-                    f"{', '.join(map(str, DTYPES[x.dtype]))}"
-                )
-            dtype = p.dtype
-        if p.device != device:
+        elif p.dtype is not dtype:
+            _refuse_dtype(p, i, problem, x)
+        elif p.device != device:
             raise ValueError(
                 f"{problem.name_of(i)} is on {p.device}, but the state is on {device}; move both "
                 "to one device"
@@ -93,6 +90,14 @@ def reverse(
         raise ValueError(
             f"needs must have {count} entries, for x and for every parameter, not {len(needs)}"
         )
+
+
+def _refuse_dtype(tensor: Tensor, i: int, problem: Problem, x: Tensor) -> None:
+    raise TypeError(
+        f"{problem.name_of(i)} is {tensor.dtype}; all parameters must share one floating-point "
+        f"dtype, and for a state of {x.dtype} it must be one of "
+        f"{', '.join(map(str, DTYPES[x.dtype]))}"
+    )
 
 
 def _refuse_shape(name: str, tensor: Tensor, shape: Sequence[int]) -> None:

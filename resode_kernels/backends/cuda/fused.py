@@ -34,16 +34,20 @@ def forward(problem: Problem, io: ForwardIO) -> bool:
     if problem.block not in DEPTH_FUSED:
         return False
     x, none = native.contiguous(io.x), io.x.new_empty(0)
-    with native.written([io.y]) as (y,):
-        assert y is not None
-        io = io._replace(x=x, y=y, statistics=none)
-        return _run(problem, x, native.forward_of(module(), io))
+    buffers = native.writable([io.y])
+    (y,) = buffers
+    assert y is not None
+    done = _run(problem, x, native.forward_of(module(), ForwardIO(x, y, io.anchors, none)))
+    native.copy_buffers(buffers, [io.y])
+    return done
 
 
 def reverse(problem: Problem, io: ReverseIO) -> bool:
     if problem.block not in DEPTH_FUSED:
         return False
     start, anchors, cotangent = map(native.contiguous, (io.start, io.anchors, io.cotangent))
-    with native.written(io.gradients) as gradients:
-        io = ReverseIO(start, anchors, cotangent, gradients, io.nonfinite)
-        return _run(problem, start, native.reverse_of(module(), problem, io))
+    buffers = native.writable(io.gradients)
+    native_io = ReverseIO(start, anchors, cotangent, buffers, io.nonfinite)
+    done = _run(problem, start, native.reverse_of(module(), problem, native_io))
+    native.copy_buffers(buffers, io.gradients)
+    return done
