@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import numbers
 import operator
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Literal, NamedTuple, TypeVar, get_args
 
@@ -13,7 +13,7 @@ from typing_extensions import TypedDict
 
 Scheme = Literal["euler", "heun"]
 Backward = Literal["adjoint", "stored", "checkpoint"]
-ReverseRule = Literal["paper", "refined", "predicted"]
+ReverseRule = Literal["paper", "refined", "predicted", "recorded"]
 Stream = Literal["float32", "input"]
 NonFinite = Literal["raise", "warn", "ignore"]
 BackendName = Literal["auto", "cpp", "cuda", "triton", "reference"]
@@ -30,7 +30,11 @@ ORDERS: dict[str, Orders] = {
     "paper": Orders(1, 1),
     "refined": Orders(1, math.inf),
     "predicted": Orders(2, 3),
+    "recorded": Orders(1, 1),
 }
+BITS = (2, 3, 4, 5, 6, 8, 12, 16)
+"""The numbers of bits in which ``recorded`` can write down an element of an increment."""
+Bits = int | Sequence[int | None]
 
 
 class Measured(NamedTuple):
@@ -50,9 +54,14 @@ class StageOptions(TypedDict, total=False):
     backward      "adjoint": reconstruct the states in the backward pass, store none;
                   "stored": store every state (exact); "checkpoint": store every
                   ``anchor_every``-th state and recompute the others (exact)
-    reverse       the reverse rule, which reconstructs the states: "paper", "refined" or "predicted"
+    reverse       the reverse rule, which reconstructs the states: "paper", "refined", "predicted",
+                  or "recorded", for which the forward pass writes down each increment
+                  x[n+1] − x[n] in a few bits
     order         of "refined" (1, 2, …; default 1, of stages with batch norm 2) or "predicted"
                   (1 to 3; default 2)
+    bits          of "recorded": the bits per element of an increment, one of 2, 3, 4, 5, 6, 8
+                  (default), 12 and 16; or a sequence with an entry for each step, where None
+                  stores the step's state as it is
     anchor_every  k: store the states x[k], x[2k], … and restart the reconstruction at each.
                   None: store none; with backward="checkpoint": k = √depth, of modules k = 1
     stream        "float32": states are float32, or float64 like x; "input": they are of x's dtype,
@@ -66,6 +75,7 @@ class StageOptions(TypedDict, total=False):
     backward: Backward
     reverse: ReverseRule
     order: int | None
+    bits: Bits
     anchor_every: int | None
     stream: Stream
     nonfinite: NonFinite
@@ -84,6 +94,7 @@ class Options:
     backward: Backward = "adjoint"
     reverse: ReverseRule = "refined"
     order: int | None = None
+    bits: Bits = 8
     anchor_every: int | None = None
     stream: Stream = "float32"
     nonfinite: NonFinite = "raise"
@@ -101,6 +112,12 @@ class Options:
         for name in ("order", "anchor_every"):
             if (value := getattr(self, name)) is not None:
                 object.__setattr__(self, name, positive_int(name, value))
+        object.__setattr__(self, "bits", checked_bits(self.bits))
+        if self.order is not None and self.reverse == "recorded":
+            raise ValueError(
+                "order does not apply to reverse='recorded', whose accuracy is set by bits: leave "
+                f"it out or set order=None, not {self.order}"
+            )
         largest = ORDERS[self.reverse].largest
         if self.order is not None and self.order > largest:
             raise ValueError(
@@ -140,17 +157,31 @@ class Options:
         """The number of blocks that ``depth`` steps use."""
         return depth + 1 if self.scheme == "heun" else depth
 
+    def bits_of(self, depth: int) -> tuple[int, ...]:
+        """``bits`` as ``Method`` has them."""
+        if isinstance(self.bits, int):
+            return (self.bits,)
+        if len(self.bits) != depth:
+            raise ValueError(
+                f"bits must have an entry for each of the {depth} steps, not {len(self.bits)} "
+                "(a single number serves all steps)"
+            )
+        return tuple(bits or 0 for bits in self.bits)
+
     def method(self, depth: int, *, of_modules: bool = False) -> Method:
         """``of_modules``: the blocks run as modules. One's activations take many times the memory
         of a state, so checkpointing keeps every state by default, which saves an evaluation."""
         reverse_rule: str = self.reverse
         anchor_every = self.anchor_every or 0
+        bits: tuple[int, ...] = ()
         if self.backward == "stored":
             reverse_rule, anchor_every = "exact", 1
         elif self.backward == "checkpoint":
             reverse_rule = "exact"
             default = 1 if of_modules else round(math.sqrt(depth))
             anchor_every = min(anchor_every or default, depth)
+        elif self.reverse == "recorded":
+            bits = self.bits_of(depth)
         return Method(
             scheme=self.scheme,
             steps=depth,
@@ -158,6 +189,7 @@ class Options:
             reverse_rule=reverse_rule,
             order=self.resolved_order,
             anchor_every=anchor_every,
+            bits=bits,
             nonfinite="ignore" if reverse_rule == "exact" else self.nonfinite,
         )
 
@@ -175,8 +207,27 @@ class Method(NamedTuple):
     order: int
     anchor_every: int
     """k: the forward pass stores the states x[k], x[2k], … as anchors; 0: it stores none."""
+    bits: tuple[int, ...]
+    """``recorded``: the bits of the increments, one number for all steps or one for each; 0: the
+    step's state is kept instead. Empty with other rules."""
     nonfinite: str
     """What to do when a reconstructed state is not finite; ``"ignore"``: do not check."""
+
+    def without_keeping(self) -> Method:
+        """The method of a forward pass that no reverse pass follows."""
+        rule = "paper" if self.bits else self.reverse_rule
+        return self._replace(reverse_rule=rule, anchor_every=0, bits=())
+
+    def increments(self) -> list[int]:
+        """``recorded``: for each step n the bits in which its increment is recorded; 0 if the state
+        x̂[n] is kept instead and x̂[n+1] is x[n+1]. So it is at step N − 1, where the reverse pass
+        starts, and at the steps k − 1, 2k − 1, … for k = ``anchor_every``."""
+        bits = self.bits * self.steps if len(self.bits) == 1 else self.bits
+        result = list(bits)
+        every = self.anchor_every or self.steps
+        for n in {*range(every - 1, self.steps, every), self.steps - 1}:
+            result[n] = 0
+        return result
 
 
 StageClass = TypeVar("StageClass", bound=type)
@@ -206,6 +257,22 @@ def choice(name: str, value: object, allowed: tuple[str, ...]) -> None:
 def flag(name: str, value: object) -> None:
     if not isinstance(value, bool):
         raise TypeError(f"{name} must be True or False, not {given(value)}")
+
+
+def checked_bits(value: object) -> int | tuple[int | None, ...]:
+    """The option ``bits``, its numbers as Python's int."""
+    if isinstance(value, str) or not isinstance(value, Sequence):
+        return one_of_bits("bits", value)
+    return tuple(
+        None if entry is None else one_of_bits(f"bits[{n}]", entry) for n, entry in enumerate(value)
+    )
+
+
+def one_of_bits(name: str, value: object) -> int:
+    bits = integer(name, value, 1)
+    if bits not in BITS:
+        raise ValueError(f"{name} must be one of {', '.join(map(str, BITS))}, not {bits}")
+    return bits
 
 
 LARGEST = 2**31 - 1

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple, get_type_hints
 
+import torch
 from torch import Tensor
 
+from . import recording
 from .options import Method
+
+Shape = Sequence[int]
 
 
 class ConvLayer(NamedTuple):
@@ -24,6 +29,19 @@ class ConvLayer(NamedTuple):
     beta: Tensor | None = None
     mean: Tensor | None = None
     variance: Tensor | None = None
+
+
+class Kept(NamedTuple):
+    """What the forward pass keeps for the reverse pass, besides one state and the parameters."""
+
+    anchors: Tensor
+    """[count, …], in a layout of the backend's choice: the states x[k], x[2k], …, k =
+    ``anchor_every``. With ``recorded`` all states that are kept (``Method.increments``), of which
+    the last is x̂[N−1]."""
+    codes: Tensor | None = None
+    """uint8: one after the other, the codes of every recorded increment (``recording.py``)."""
+    scales: Tensor | None = None
+    """bfloat16 [recorded increments, rows, groups of a row]"""
 
 
 PER_LAYER = len(ConvLayer._fields)
@@ -96,9 +114,37 @@ class Problem(NamedTuple):
         return self.method.steps + (1 if self.method.scheme == "heun" else 0)
 
     @property
+    def is_recorded(self) -> bool:
+        return self.method.reverse_rule == "recorded"
+
+    @property
     def anchor_count(self) -> int:
+        if self.is_recorded:
+            return self.method.increments().count(0)
         anchor_every = self.method.anchor_every
         return (self.method.steps - 1) // anchor_every if anchor_every else 0
+
+    def kept(self, x: Shape) -> dict[str, tuple[Shape, torch.dtype | None]]:
+        """The shape and the dtype of each field of ``Kept`` for a state of the shape x; None: the
+        dtype of the state."""
+        shapes: dict[str, tuple[Shape, torch.dtype | None]] = {
+            "anchors": ((self.anchor_count, *x), None)
+        }
+        if self.is_recorded:
+            row = x[1]
+            rows = math.prod(x) // row if row else 0
+            recorded = [bits for bits in self.method.increments() if bits]
+            codes = sum(recording.code_bytes(row, bits) for bits in recorded)
+            shapes["codes"] = ((rows * codes,), torch.uint8)
+            shapes["scales"] = ((len(recorded), rows, recording.groups(row)), torch.bfloat16)
+        return shapes
+
+    def kept_of(self, tensors: Sequence[Tensor]) -> Kept:
+        """The fields that ``kept`` names, from their list."""
+        if len(tensors) == 1:
+            return Kept(tensors[0])
+        names = self.kept((0, 1)).keys()
+        return Kept(**dict(zip(names, tensors, strict=True)))
 
     def flat(self) -> tuple[Any, ...]:
         """The fields as ``torch.library`` takes them: ``method`` is replaced by its fields."""
@@ -107,11 +153,13 @@ class Problem(NamedTuple):
     @staticmethod
     def from_flat(values: Sequence[Any]) -> Problem:
         end = _METHOD + len(Method._fields)
-        fields = (*values[:_METHOD], Method(*values[_METHOD:end]), *values[end:])
-        return Problem._make(fields)
+        fields = list(values[_METHOD:end])
+        fields[_BITS] = tuple(fields[_BITS])  # a list if torch has had it
+        return Problem._make((*values[:_METHOD], Method._make(fields), *values[end:]))
 
 
 _METHOD = Problem._fields.index("method")
+_BITS = Method._fields.index("bits")
 FLAT = len(Problem._fields) - 1 + len(Method._fields)
 """The number of values in ``Problem.flat()``."""
 _SCHEMA_TYPES: dict[Any, str] = {
@@ -119,6 +167,7 @@ _SCHEMA_TYPES: dict[Any, str] = {
     int: "int",
     float: "float",
     tuple[Tensor | None, ...]: "Tensor?[]",
+    tuple[int, ...]: "int[]",
 }
 
 

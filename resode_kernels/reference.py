@@ -13,12 +13,14 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.grad import conv2d_input, conv2d_weight
+
+from .recording import Recorder
 
 # ---------------------------------------------------------------------------------------- states
 
@@ -68,8 +70,11 @@ class Block:
         """The residual function at x."""
         raise NotImplementedError
 
-    def linearize(self, x: Any, k: int, wrt_x: bool = True) -> tuple[Any, Pullback]:
-        """f(x), and its pullback: g → ∂_x f(x)ᵀ g (None unless ``wrt_x``), every ∂_θ f(x)ᵀ g."""
+    def linearize(
+        self, x: Any, k: int, wrt_x: bool = True, value: bool = True
+    ) -> tuple[Any, Pullback]:
+        """f(x), which may be None unless ``value``, and its pullback: g → ∂_x f(x)ᵀ g (None unless
+        ``wrt_x``), every ∂_θ f(x)ᵀ g."""
         raise NotImplementedError
 
     def repeats(self, k: int, j: int) -> bool:
@@ -90,7 +95,9 @@ class MLP(Block):
     def f(self, x: Tensor, k: int) -> Tensor:
         return F.linear(self.sigma(F.linear(x, self.w1, self.b1)), self.w2, self.b2)
 
-    def linearize(self, x: Tensor, k: int, wrt_x: bool = True) -> tuple[Tensor, Pullback]:
+    def linearize(
+        self, x: Tensor, k: int, wrt_x: bool = True, value: bool = True
+    ) -> tuple[Tensor | None, Pullback]:
         z = F.linear(x, self.w1, self.b1)
         u = self.sigma(z)
 
@@ -98,7 +105,7 @@ class MLP(Block):
             dz = (g @ self.w2) * self.slope(z)
             return dz @ self.w1, (dz.T @ x, dz.sum(0), g.T @ u, g.sum(0))
 
-        return F.linear(u, self.w2, self.b2), pullback
+        return F.linear(u, self.w2, self.b2) if value else None, pullback
 
 
 class Linear(Block):
@@ -110,8 +117,11 @@ class Linear(Block):
     def f(self, x: Tensor, k: int) -> Tensor:
         return F.linear(x, self.weight)
 
-    def linearize(self, x: Tensor, k: int, wrt_x: bool = True) -> tuple[Tensor, Pullback]:
-        return F.linear(x, self.weight), lambda g: (g @ self.weight, (g.T @ x,))
+    def linearize(
+        self, x: Tensor, k: int, wrt_x: bool = True, value: bool = True
+    ) -> tuple[Tensor | None, Pullback]:
+        y = F.linear(x, self.weight) if value else None
+        return y, lambda g: (g @ self.weight, (g.T @ x,))
 
 
 class Function(Block):
@@ -124,7 +134,9 @@ class Function(Block):
         with torch.no_grad():
             return self.function(x, *self.parameters)
 
-    def linearize(self, x: Tensor, k: int, wrt_x: bool = True) -> tuple[Tensor, Pullback]:
+    def linearize(
+        self, x: Tensor, k: int, wrt_x: bool = True, value: bool = True
+    ) -> tuple[Tensor, Pullback]:
         with torch.enable_grad():
             x = x.detach().requires_grad_()
             y = self.function(x, *self.parameters)
@@ -197,7 +209,9 @@ class Conv(Block):
             trace.append((u, z, *batch_statistics))
         return x, trace
 
-    def linearize(self, x: Tensor, k: int, wrt_x: bool = True) -> tuple[Tensor, Pullback]:
+    def linearize(
+        self, x: Tensor, k: int, wrt_x: bool = True, value: bool = True
+    ) -> tuple[Tensor, Pullback]:
         y, trace = self.evaluate(x)
 
         def pullback(g: Tensor) -> tuple[Tensor, tuple[Tensor | None, ...]]:
@@ -256,9 +270,11 @@ class Euler:
         """ψ_n(x), the reverse-time slope. ``known``: f_{n+1}(x), if known and ``shares(n + 1)``."""
         return self.f[n].f(x, n) if known is None else known
 
-    def linearize(self, n: int, x: Any, wrt_x: bool = True) -> tuple[Any, Any, StepPullback]:
-        """φ_n(x), f_n(x) and the step's pullback."""
-        a, back = self.f[n].linearize(x, n, wrt_x)
+    def linearize(
+        self, n: int, x: Any, wrt_x: bool = True, value: bool = True
+    ) -> tuple[Any, Any, StepPullback]:
+        """φ_n(x) and f_n(x), of use only if ``value``, and the step's pullback."""
+        a, back = self.f[n].linearize(x, n, wrt_x, value)
 
         def pullback(g: Any, add: Add) -> Any:
             gx, grads = back(self.combine(None, (self.h, g)))
@@ -289,9 +305,12 @@ class Heun:
         a = self.f[n].f(self.combine(x, (-self.h, b)), 2 * n)
         return self.combine(None, (0.5, a), (0.5, b))
 
-    def linearize(self, n: int, x: Any, wrt_x: bool = True) -> tuple[Any, Any, StepPullback]:
+    def linearize(
+        self, n: int, x: Any, wrt_x: bool = True, value: bool = True
+    ) -> tuple[Any, Any, StepPullback]:
         a, back_a = self.f[n].linearize(x, 2 * n, wrt_x)
-        b, back_b = self.f[n + 1].linearize(self.combine(x, (self.h, a)), 2 * n + 1)
+        y = self.combine(x, (self.h, a))
+        b, back_b = self.f[n + 1].linearize(y, 2 * n + 1, value=value)
 
         def pullback(g: Any, add: Add) -> Any:
             half = self.combine(None, (self.h / 2, g))
@@ -301,7 +320,7 @@ class Heun:
             add(self.f[n], grads)
             return self.combine(g, (1, gy), (1, gx))
 
-        return self.combine(None, (0.5, a), (0.5, b)), a, pullback
+        return self.combine(None, (0.5, a), (0.5, b)) if value else None, a, pullback
 
     def shares(self, n: int) -> bool:
         return n > 0 and self.f[n].repeats(2 * n, 2 * n - 1)
@@ -321,6 +340,36 @@ def forward(scheme: Scheme, x: Any, anchor_every: int = 0) -> tuple[Any, dict[in
             anchors[n] = x
         x = scheme.combine(x, (scheme.h, scheme.slope(n, x)))
     return x, anchors
+
+
+class Record(NamedTuple):
+    """What a forward pass has recorded of its states. The estimate x̂ starts as x[0] and moves by
+    rounded increments:  x̂[n+1] = x̂[n] + d[n],  d[n] = Q(x[n+1] − x̂[n]).  So errors do not add up:
+    |x[n] − x̂[n]| is a rounding error of the increment before, at every n."""
+
+    bits: Sequence[int]
+    """For each step n the bits of d[n]; 0: x̂[n] is kept, and x̂[n+1] is x[n+1]."""
+    kept: dict[int, Any]
+    """x̂[n] where ``bits`` is 0, so at the last step too."""
+    increments: dict[int, Any]
+    """d[n] where ``bits`` is not 0, as the recorder has returned it."""
+
+
+def record(
+    scheme: Scheme, x: Any, bits: Sequence[int], recorder: Recorder
+) -> tuple[Any, Record]:
+    """x[N], and the record of the states before it."""
+    result = Record(bits, {}, {})
+    estimate = recorder.estimate(x)
+    for n in range(scheme.steps):
+        if not bits[n]:
+            result.kept[n] = estimate
+        x = scheme.combine(x, (scheme.h, scheme.slope(n, x)))
+        if bits[n]:
+            estimate, result.increments[n] = recorder.record(estimate, x, bits[n])
+        else:
+            estimate = recorder.estimate(x)
+    return x, result
 
 
 # ---------------------------------------------------------------------------------- reverse pass
@@ -396,8 +445,29 @@ def exact(
         for n in range(begin, end - 1):
             states.append(scheme.combine(states[-1], (scheme.h, scheme.slope(n, states[-1]))))
         for n in reversed(range(max(begin, last), end)):
-            yield scheme.linearize(n, states.pop(), wrt_x or n > last)[2]
+            yield scheme.linearize(n, states.pop(), wrt_x or n > last, value=False)[2]
         end = begin
+
+
+def recorded(
+    scheme: Scheme,
+    record: Record,
+    recorder: Recorder,
+    last: int = 0,
+    wrt_x: bool = True,
+    watch: Watch | None = None,
+) -> Iterator[StepPullback]:
+    """The pullbacks of the steps N − 1 … ``last``, at the states x̂[n] that the forward pass has
+    recorded. No φ_n(x̂[n]) is needed, only what the pullback needs of it."""
+    estimate = None
+    for n in reversed(range(last, scheme.steps)):
+        if n in record.kept:
+            estimate = record.kept[n]
+        else:
+            estimate = recorder.undo(estimate, record.increments[n], record.bits[n])
+        yield scheme.linearize(n, estimate, wrt_x or n > last, value=False)[2]
+        if watch is not None:
+            watch(n, estimate, estimate)
 
 
 def reverse(pullbacks: Iterator[StepPullback], g: Any, add: Add) -> Any:

@@ -8,7 +8,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from ..problem import Problem
+from ..problem import Kept, Problem
 from ..reference import Combine
 
 
@@ -19,8 +19,8 @@ class ForwardIO(NamedTuple):
     """x[0]."""
     y: Tensor
     """Result: x[N]."""
-    anchors: Tensor
-    """Result: the states x[k], x[2k], …, k = ``anchor_every``."""
+    kept: Kept
+    """Results: what the reverse pass needs."""
     statistics: Tensor
     """Result: the batch statistics (``Problem.statistics``), initialized to zero."""
 
@@ -29,9 +29,9 @@ class ReverseIO(NamedTuple):
     """The tensors of a reverse pass."""
 
     start: Tensor
-    """x[N]; with the reverse rule ``exact`` x[0]."""
-    anchors: Tensor
-    """As the forward pass left them."""
+    """x[N]; with the reverse rule ``exact`` x[0], with ``recorded`` the last anchor."""
+    kept: Kept
+    """As the forward pass left it."""
     cotangent: Tensor
     """∂L/∂x[N]."""
     gradients: Sequence[Tensor | None]

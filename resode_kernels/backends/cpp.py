@@ -51,7 +51,7 @@ def reverse(problem: Problem, io: ReverseIO) -> None:
     start, cotangent = (
         native.contiguous(_channels_last(problem, t)) for t in (io.start, io.cotangent)
     )
-    anchors = native.contiguous(io.anchors)
+    kept = native.contiguous_kept(io.kept)
     to_x, *to_parameters = io.gradients
     if to_x is not None:
         to_x = _channels_last(problem, to_x)
@@ -59,7 +59,7 @@ def reverse(problem: Problem, io: ReverseIO) -> None:
     buffers = native.writable(results)
     for buffer in buffers:
         _use_large_pages(buffer)
-    native_io = ReverseIO(start, anchors, cotangent, buffers, io.nonfinite)
+    native_io = ReverseIO(start, kept, cotangent, buffers, io.nonfinite)
     _run(problem, start, native.reverse_of(_C, problem, native_io))
     native.copy_buffers(buffers, results)
 

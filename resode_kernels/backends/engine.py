@@ -3,15 +3,16 @@ other backends of it, with other blocks and another ``combine``."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .. import reference
+from .. import recording, reference
 from ..nonfinite import Extremes
-from ..problem import PER_LAYER, Problem
+from ..problem import PER_LAYER, Kept, Problem
+from ..recording import Increment, Recorder
 from ..states import stream_dtype
 from .contract import ForwardIO, ReverseIO
 
@@ -70,10 +71,23 @@ class EngineBackend:
     def forward(self, problem: Problem, io: ForwardIO) -> None:
         with torch.autocast(io.x.device.type, enabled=False):
             scheme = self.scheme(problem, io.x.dtype, io.statistics)
-            result, anchors = reference.forward(scheme, io.x, problem.method.anchor_every)
+            if problem.is_recorded:
+                recorder, bits = self.recorder(problem), problem.method.increments()
+                result, record = reference.record(scheme, io.x, bits, recorder)
+                anchors = record.kept
+                for place, (increment,) in zip(
+                    increments_of(problem, io.kept), record.increments.values(), strict=True
+                ):
+                    place.codes.copy_(increment.codes)
+                    place.scales.copy_(increment.scales)
+            else:
+                result, anchors = reference.forward(scheme, io.x, problem.method.anchor_every)
         io.y.copy_(result)
-        for place, state in zip(io.anchors, anchors.values(), strict=True):
+        for place, state in zip(io.kept.anchors, anchors.values(), strict=True):
             place.copy_(state)
+
+    def recorder(self, problem: Problem) -> Recorder:
+        return Recorder(by_pixel=problem.block == "conv")
 
     def differentiable(self, problem: Problem, x: Tensor) -> tuple[Tensor, Tensor]:
         """x[N] in x's dtype and the batch statistics, by operations that autograd and forward-mode
@@ -90,10 +104,13 @@ class EngineBackend:
     def reverse(self, problem: Problem, io: ReverseIO) -> None:
         method, start = problem.method, io.start
         scheme = self.scheme(problem, start.dtype)
-        anchors = {(i + 1) * method.anchor_every: state for i, state in enumerate(io.anchors)}
         extremes = None if io.nonfinite is None else Extremes(method.steps, start)
         watch = None if extremes is None else extremes.watch
-        if method.reverse_rule == "exact":
+        anchors = {(i + 1) * method.anchor_every: state for i, state in enumerate(io.kept.anchors)}
+        if problem.is_recorded:
+            record = record_of(problem, io.kept)
+            pullbacks = reference.recorded(scheme, record, self.recorder(problem), watch=watch)
+        elif method.reverse_rule == "exact":
             pullbacks = reference.exact(scheme, start, anchors)
         else:
             pullbacks = reference.adjoint(
@@ -116,6 +133,27 @@ class EngineBackend:
             else:
                 for n in range(gradient.shape[0]):
                     gradient[n].copy_(sums[scheme.f[n]][i])
+
+
+def increments_of(problem: Problem, kept: Kept) -> Iterator[Increment]:
+    """The recorded increments, in the order of their steps: views of ``kept``."""
+    assert kept.codes is not None and kept.scales is not None
+    row = kept.anchors.shape[2]
+    recorded = [bits for bits in problem.method.increments() if bits]
+    rows, end = kept.scales.shape[1], 0
+    for bits, scales in zip(recorded, kept.scales, strict=True):
+        begin, end = end, end + rows * recording.code_bytes(row, bits)
+        yield Increment(kept.codes[begin:end].view(rows, -1), scales)
+
+
+def record_of(problem: Problem, kept: Kept) -> reference.Record:
+    bits = problem.method.increments()
+    steps = range(len(bits))
+    states = dict(zip((n for n in steps if not bits[n]), kept.anchors, strict=True))
+    increments = zip(
+        (n for n in steps if bits[n]), increments_of(problem, kept), strict=True
+    )
+    return reference.Record(bits, states, {n: (increment,) for n, increment in increments})
 
 
 def _with_constants_as_scales(problem: Problem) -> tuple[Tensor | None, ...]:

@@ -27,6 +27,12 @@ DEPTH_FUSED = ("mlp", "linear")
 """Blocks that cuda and triton can run depth-fused. All others run layer by layer."""
 
 
+def can_be_depth_fused(problem: Problem) -> bool:
+    """Whether cuda and triton have depth-fused kernels for the problem. For recorded increments
+    they have none yet."""
+    return problem.block in DEPTH_FUSED and not problem.is_recorded
+
+
 class Normalization(NamedTuple):
     """The numbers by which channels are normalized. Each tensor has one number per channel."""
 
@@ -68,7 +74,9 @@ class MLP(reference.MLP):
         z = F.linear(x.to(self.w1.dtype), self.w1)
         return F.linear(self.kernels.activated(z, self.b1, self.activation), self.w2, self.b2)
 
-    def linearize(self, x: Tensor, k: int, wrt_x: bool = True) -> tuple[Tensor, reference.Pullback]:
+    def linearize(
+        self, x: Tensor, k: int, wrt_x: bool = True, value: bool = True
+    ) -> tuple[Tensor | None, reference.Pullback]:
         x = x.to(self.w1.dtype)
         z = F.linear(x, self.w1)
         u = self.kernels.activated(z, self.b1, self.activation)
@@ -80,7 +88,7 @@ class MLP(reference.MLP):
             d_b1 = dz.sum(0, dtype=d_b2.dtype)
             return dz @ self.w1, (dz.T @ x, d_b1, g.T @ u, d_b2)
 
-        return F.linear(u, self.w2, self.b2), pullback
+        return F.linear(u, self.w2, self.b2) if value else None, pullback
 
 
 class Linear(reference.Linear):
@@ -89,8 +97,10 @@ class Linear(reference.Linear):
     def f(self, x: Tensor, k: int) -> Tensor:
         return super().f(x.to(self.weight.dtype), k)
 
-    def linearize(self, x: Tensor, k: int, wrt_x: bool = True) -> tuple[Tensor, reference.Pullback]:
-        y, pullback = super().linearize(x.to(self.weight.dtype), k)
+    def linearize(
+        self, x: Tensor, k: int, wrt_x: bool = True, value: bool = True
+    ) -> tuple[Tensor | None, reference.Pullback]:
+        y, pullback = super().linearize(x.to(self.weight.dtype), k, value=value)
         return y, lambda g: pullback(g.to(self.weight.dtype))
 
 
@@ -150,7 +160,9 @@ class Conv(reference.Conv):
         """σ(u); for the last layer, u."""
         return self.kernels.normalized(layer.z, layer.normalization, layer.activation, dtype)
 
-    def linearize(self, x: Tensor, k: int, wrt_x: bool = True) -> tuple[Tensor, reference.Pullback]:
+    def linearize(
+        self, x: Tensor, k: int, wrt_x: bool = True, value: bool = True
+    ) -> tuple[Tensor, reference.Pullback]:
         trace: list[Evaluated] = []
         y = self.forward(x, trace.append)
 

@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..problem import Problem
+from ..problem import Kept, Problem
 from .contract import ForwardIO, ReverseIO
 
-INTERFACE = 2
+INTERFACE = 3
 """The version of the interface between Python and the compiled modules: ``kInterface`` of
 csrc/stage.h, to be raised when a signature changes."""
 
@@ -73,6 +73,10 @@ def contiguous(tensor: Tensor) -> Tensor:
     return tensor.clone() if tensor.data_ptr() % tensor.itemsize else tensor
 
 
+def contiguous_kept(kept: Kept) -> Kept:
+    return Kept(*(None if t is None else contiguous(t) for t in kept))
+
+
 def all_contiguous(tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
     return [None if t is None else contiguous(t) for t in tensors]
 
@@ -109,13 +113,14 @@ def stage_of(
         _NAMES[weight.dtype],
         [memory(p) for p in parameters],
         method.anchor_every,
+        method.bits,
         threads,
     )
 
 
 def forward_of(module: Any, io: ForwardIO) -> Any:
     """The struct Forward. All tensors are contiguous."""
-    return module.Forward(*map(memory, io))
+    return module.Forward(memory(io.x), memory(io.y), *map(memory, io.kept), memory(io.statistics))
 
 
 def reverse_of(module: Any, problem: Problem, io: ReverseIO) -> Any:
@@ -125,7 +130,7 @@ def reverse_of(module: Any, problem: Problem, io: ReverseIO) -> Any:
         problem.method.reverse_rule,
         problem.method.order,
         memory(io.start),
-        memory(io.anchors),
+        *map(memory, io.kept),
         memory(io.cotangent),
         grad_x,
         gradients,

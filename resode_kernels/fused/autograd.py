@@ -19,9 +19,9 @@ from ..uncompiled import uncompiled
 from ..undifferentiable import undifferentiable
 from . import batching, gate, ops
 
-Outputs = tuple[Tensor, Tensor, Tensor | None, Tensor]
+Outputs = tuple[Tensor | None, ...]
 """x[N] in x's dtype, the batch statistics, x[N] in the stream's dtype if that is another one, and
-the anchors."""
+what is kept."""
 
 
 def run(x: Tensor, problem: Problem, backend: str) -> tuple[Tensor, Tensor]:
@@ -35,8 +35,8 @@ def run(x: Tensor, problem: Problem, backend: str) -> tuple[Tensor, Tensor]:
         if torch.is_grad_enabled() and _require_gradients(inputs):
             y, statistics = _apply(StageFunction, x, problem, backend)
             return y, statistics
-        problem = problem._replace(method=problem.method._replace(anchor_every=0))
-        y, _, statistics = ops.forward(x.to(stream_dtype(x.dtype)), problem, backend)
+        problem = problem._replace(method=problem.method.without_keeping())
+        y, statistics, _ = ops.forward(x.to(stream_dtype(x.dtype)), problem, backend)
         return y.to(x.dtype), statistics
     except gate.NOT_IMPLEMENTED as error:
         gate.blame_inputs(inputs, problem, error)
@@ -72,8 +72,9 @@ class StageFunction(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, problem: Problem, backend: str, *parameters: Tensor | None
     ) -> Any:
-        y, statistics, end, anchors = _forward(x, problem, backend, *parameters)
-        _save(ctx, x, problem, backend, parameters, y if end is None else end, anchors)
+        outputs = _forward(x, problem, backend, *parameters)
+        _save(ctx, x, problem, backend, parameters, *outputs)
+        y, statistics, *_ = outputs
         ctx.mark_non_differentiable(statistics)
         return y, statistics
 
@@ -83,13 +84,13 @@ class StageFunction(torch.autograd.Function):
             return (None,) * len(ctx.needs_input_grad)
         saved = ctx.saved_tensors
         transforms.refuse_tangents((grad, *saved))
-        start, anchors, *parameters = saved
+        start, kept, parameters = _unpacked(ctx, saved)
         needs = (ctx.needs_input_grad[0], *ctx.needs_input_grad[3:])
         with torch.no_grad():
             problem = ctx.problem._replace(parameters=tuple(parameters))
             stream = stream_dtype(ctx.dtype)
             grad_x, *grads = ops.reverse(
-                start.to(stream), anchors, grad.to(stream), needs, problem, ctx.backend
+                start.to(stream), grad.to(stream), kept, needs, problem, ctx.backend
             )
             if grad_x is not None:
                 grad_x = grad_x.to(ctx.dtype)
@@ -109,9 +110,8 @@ class TransformedStageFunction(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Outputs) -> None:
         x, problem, backend, *parameters = inputs
-        y, statistics, end, anchors = output
-        _save(ctx, x, problem, backend, parameters, y if end is None else end, anchors)
-        ctx.mark_non_differentiable(statistics, anchors, *[] if end is None else [end])
+        _save(ctx, x, problem, backend, parameters, *output)
+        ctx.mark_non_differentiable(*(t for t in output[1:] if t is not None))
 
     backward = staticmethod(uncompiled(StageFunction.backward))
 
@@ -122,9 +122,9 @@ class TransformedStageFunction(torch.autograd.Function):
 
 def _forward(x: Tensor, problem: Problem, backend: str, *parameters: Tensor | None) -> Outputs:
     problem = problem._replace(parameters=parameters)
-    end, anchors, statistics = ops.forward(x.to(stream_dtype(x.dtype)), problem, backend)
+    end, statistics, kept = ops.forward(x.to(stream_dtype(x.dtype)), problem, backend)
     y = end.to(x.dtype)
-    return y, statistics, None if end is y else end, anchors
+    return y, statistics, None if end is y else end, *kept
 
 
 def _save(
@@ -133,14 +133,30 @@ def _save(
     problem: Problem,
     backend: str,
     parameters: Sequence[Tensor | None],
-    end: Tensor,
-    anchors: Tensor,
+    y: Tensor,
+    _statistics: Tensor,
+    end: Tensor | None,
+    *kept: Tensor,
 ) -> None:
-    ctx.problem, ctx.backend, ctx.dtype = problem, backend, x.dtype
-    # The reverse rule "exact" recomputes states from x[0]; the others reconstruct from x[N].
-    exact = problem.method.reverse_rule == "exact"
-    ctx.save_for_backward(x if exact else end, anchors, *parameters)
+    ctx.problem, ctx.backend, ctx.dtype, ctx.kept = problem, backend, x.dtype, len(kept)
+    # The reverse rule "exact" recomputes states from x[0], "recorded" starts at the last anchor,
+    # the others reconstruct from x[N].
+    start: tuple[Tensor, ...] = (y if end is None else end,)
+    if problem.method.reverse_rule == "exact":
+        start = (x,)
+    elif problem.is_recorded:
+        start = ()
+    ctx.save_for_backward(*start, *kept, *parameters)
     ctx.set_materialize_grads(False)
+
+
+def _unpacked(
+    ctx: Any, saved: Sequence[Tensor]
+) -> tuple[Tensor, Sequence[Tensor], Sequence[Tensor]]:
+    """Where the reverse pass starts, what was kept, and the parameters."""
+    first = 0 if ctx.problem.is_recorded else 1
+    kept, parameters = saved[first : first + ctx.kept], saved[first + ctx.kept :]
+    return saved[0] if first else kept[0][-1], kept, parameters
 
 
 def _differentiable_forward(x: Tensor, *fields: Any) -> Any:
@@ -149,8 +165,8 @@ def _differentiable_forward(x: Tensor, *fields: Any) -> Any:
         problem, backend = Problem.from_flat(fields[:-1]), fields[-1]
         if _require_gradients((x, *problem.parameters)):
             _refuse_transforms_of_ops()
-            y, statistics, _, anchors = _apply(TransformedStageFunction, x, problem, backend)
-            return y, anchors, statistics
+            y, statistics, _, *kept = _apply(TransformedStageFunction, x, problem, backend)
+            return y, statistics, kept
     return ops.below_autograd(torch.ops.resode_kernels.forward.default, x, *fields)
 
 
@@ -158,7 +174,8 @@ def _undifferentiable_reverse(*arguments: Any) -> Any:
     """The op ``reverse``, whose gradients cannot be differentiated."""
     gradients = ops.below_autograd(torch.ops.resode_kernels.reverse.default, *arguments)
     if torch.is_grad_enabled():
-        inputs = (*arguments[:3], *Problem.from_flat(arguments[4:-1]).parameters)
+        start, cotangent, kept, _, *fields = arguments
+        inputs = (start, cotangent, *kept, *Problem.from_flat(fields[:-1]).parameters)
         if _require_gradients(inputs):
             _refuse_transforms_of_ops()
             return undifferentiable(gradients, inputs)

@@ -31,21 +31,21 @@ def forward(
         return one_by_one(run, info, in_dims, *arguments)
     fold = _Fold(info.batch_size, x, in_dims[0])
     y, statistics, end, anchors = run(fold.rows(x, in_dims[0]), *arguments[1:])
-    no_anchors = anchors.new_empty((0, *fold.shape))
+    no_anchors = anchors.new_empty((0, *fold.shape))  # _is_by_row has seen to that
     return (fold.batch(y), statistics, fold.batch(end), no_anchors), (0, None, 0, None)
 
 
 def reverse(run: Callable[..., Any], info: Any, in_dims: Sequence[Any], *arguments: Any) -> Any:
     """``run`` is the op ``reverse``."""
-    start, _, cotangent, needs, *fields = arguments
+    start, cotangent, _, needs, *fields = arguments
     problem = Problem.from_flat(fields[:-1])
     parameter_dims = Problem.from_flat(in_dims[4:-1]).parameters
     if any(needs[1:]) or not _is_by_row(problem, parameter_dims):
         return one_by_one(run, info, in_dims, *arguments)
     fold = _Fold(info.batch_size, start, in_dims[0])
-    start, cotangent = fold.rows(start, in_dims[0]), fold.rows(cotangent, in_dims[2])
+    start, cotangent = fold.rows(start, in_dims[0]), fold.rows(cotangent, in_dims[1])
     no_anchors = start.new_empty((0, *start.shape))
-    grad_x, *others = run(start, no_anchors, cotangent, needs, *fields)
+    grad_x, *others = run(start, cotangent, [no_anchors], needs, *fields)
     return [fold.batch(grad_x), *others], [0, *[None] * len(others)]
 
 
@@ -57,10 +57,20 @@ def one_by_one(run: Callable[..., Any], info: Any, in_dims: Sequence[Any], *argu
             "at least one entry, but the batch is empty"
         )
     results = [run(*_entry(arguments, in_dims, i)) for i in range(info.batch_size)]
-    outputs = [
-        None if kind[0] is None else torch.stack(kind) for kind in zip(*results, strict=True)
-    ]
-    return type(results[0])(outputs), type(results[0])([0] * len(outputs))
+    return _stacked(results), _all_first(results[0])
+
+
+def _stacked(results: Sequence[Any]) -> Any:
+    """Results of one kind as one with a batch dimension in front."""
+    first = results[0]
+    if isinstance(first, list | tuple):
+        return type(first)(map(_stacked, zip(*results, strict=True)))
+    return None if first is None else torch.stack(list(results))
+
+
+def _all_first(result: Any) -> Any:
+    """The dimension 0 for every tensor of a result."""
+    return type(result)(map(_all_first, result)) if isinstance(result, list | tuple) else 0
 
 
 class _Fold:

@@ -1,11 +1,11 @@
 """The two passes of a stage as ``torch.library`` ops, which is what ``torch.compile`` sees.
 
-    forward   x[0] → x[N], the anchors and the batch statistics
+    forward   x[0] → x[N], the batch statistics and what is kept for the reverse pass
     reverse   ∂L/∂x[N] → ∂L/∂x[0] and the parameter gradients
 
 Each op allocates its results and lets a backend fill them. States are in the stream's dtype,
-[rows, dim], or for conv [images, channels, height, width] in any memory format. Anchors are
-[count, …] in a layout of the backend's choice.
+[rows, dim], or for conv [images, channels, height, width] in any memory format. What is kept
+(``problem.Kept``) are the fields that the problem has, as a list.
 """
 
 from __future__ import annotations
@@ -19,30 +19,31 @@ from torch import Tensor
 
 from .. import backends, nonfinite
 from ..backends.contract import ForwardIO, ReverseIO
-from ..problem import Problem, schema
+from ..problem import Kept, Problem, schema
 from . import batching, gate, validation
 
-STATES = {"forward": ("x",), "reverse": ("start", "anchors", "cotangent")}
+STATES = {"forward": ("x",), "reverse": ("start", "cotangent", *Kept._fields)}
 """The tensors among each op's arguments, before those of the problem."""
 
 library = torch.library.Library("resode_kernels", "DEF")
 library.define(
-    f"forward(Tensor x, {schema()}, str backend) -> (Tensor, Tensor, Tensor)",
+    f"forward(Tensor x, {schema()}, str backend) -> (Tensor, Tensor, Tensor[])",
     tags=torch.Tag.pt2_compliant_tag,
 )
 library.define(
-    "reverse(Tensor start, Tensor anchors, Tensor cotangent, bool[] needs, "
+    "reverse(Tensor start, Tensor cotangent, Tensor[] kept, bool[] needs, "
     f"{schema()}, str backend) -> Tensor[]",
     tags=torch.Tag.pt2_compliant_tag,
 )
 
 
-def _new_states(x: Tensor, problem: Problem) -> tuple[Tensor, Tensor, Tensor]:
+def _new_states(x: Tensor, problem: Problem) -> tuple[Tensor, Tensor, list[Tensor]]:
+    shapes = problem.kept(x.shape)
     return (
         torch.empty_like(x),
-        x.new_empty((problem.anchor_count, *x.shape)),
         # Without layers it is empty, which new_empty is faster at.
         x.new_zeros(problem.statistics) if problem.layers else x.new_empty(problem.statistics),
+        [x.new_empty(shape, dtype=dtype) for shape, dtype in shapes.values()],
     )
 
 
@@ -54,37 +55,37 @@ def _new_gradients(start: Tensor, needs: Sequence[bool], problem: Problem) -> li
     ]
 
 
-def _fake_forward(x: Tensor, *fields: Any) -> tuple[Tensor, Tensor, Tensor]:
+def _fake_forward(x: Tensor, *fields: Any) -> tuple[Tensor, Tensor, list[Tensor]]:
     problem = Problem.from_flat(fields[:-1])
     validation.forward(x, problem, fields[-1])
     return _new_states(x, problem)
 
 
 def _fake_reverse(
-    start: Tensor, anchors: Tensor, cotangent: Tensor, needs: Sequence[bool], *fields: Any
+    start: Tensor, cotangent: Tensor, kept: list[Tensor], needs: Sequence[bool], *fields: Any
 ) -> list[Tensor]:
     problem = Problem.from_flat(fields[:-1])
-    validation.reverse(start, anchors, cotangent, needs, problem, fields[-1])
+    validation.reverse(start, cotangent, kept, needs, problem, fields[-1])
     return _new_gradients(start, needs, problem)
 
 
-def _forward(x: Tensor, *fields: Any) -> tuple[Tensor, Tensor, Tensor]:
+def _forward(x: Tensor, *fields: Any) -> tuple[Tensor, Tensor, list[Tensor]]:
     problem = Problem.from_flat(fields[:-1])
     gate.check((x, *problem.parameters), STATES["forward"], problem)
     validation.forward(x, problem, fields[-1])
     backend = backends.REGISTRY[fields[-1]]
-    io = ForwardIO(x, *_new_states(x, problem))
+    y, statistics, kept = _new_states(x, problem)
     if x.numel():
-        backend.forward(problem, io)
-    return io.y, io.anchors, io.statistics
+        backend.forward(problem, ForwardIO(x, y, problem.kept_of(kept), statistics))
+    return y, statistics, kept
 
 
 def _reverse(
-    start: Tensor, anchors: Tensor, cotangent: Tensor, needs: Sequence[bool], *fields: Any
+    start: Tensor, cotangent: Tensor, kept: list[Tensor], needs: Sequence[bool], *fields: Any
 ) -> list[Tensor]:
     problem = Problem.from_flat(fields[:-1])
-    gate.check((start, anchors, cotangent, *problem.parameters), STATES["reverse"], problem)
-    validation.reverse(start, anchors, cotangent, needs, problem, fields[-1])
+    gate.check((start, cotangent, *kept, *problem.parameters), STATES["reverse"], problem)
+    validation.reverse(start, cotangent, kept, needs, problem, fields[-1])
     if problem.block == "conv":
         gate.refuse_gradients_of_constants(problem, needs[1:])
     backend = backends.REGISTRY[fields[-1]]
@@ -96,7 +97,8 @@ def _reverse(
             if nonfinite.is_checked(problem.method, start)
             else None
         )
-        backend.reverse(problem, ReverseIO(start, anchors, cotangent, wanted, flag))
+        io = ReverseIO(start, problem.kept_of(kept), cotangent, wanted, flag)
+        backend.reverse(problem, io)
         if flag is not None:
             nonfinite.report(problem.method, int(flag), start)
     else:  # without rows every gradient is zero
@@ -128,9 +130,9 @@ def _call(op: Any, *arguments: Any) -> Any:
     return op(*arguments) if torch.compiler.is_compiling() else below_autograd(op, *arguments)
 
 
-def forward(x: Tensor, problem: Problem, backend: str) -> tuple[Tensor, Tensor, Tensor]:
-    """x[N], the anchors and the batch statistics."""
-    result: tuple[Tensor, Tensor, Tensor] = _call(
+def forward(x: Tensor, problem: Problem, backend: str) -> tuple[Tensor, Tensor, list[Tensor]]:
+    """x[N], the batch statistics and what is kept."""
+    result: tuple[Tensor, Tensor, list[Tensor]] = _call(
         torch.ops.resode_kernels.forward.default, x, *problem.flat(), backend
     )
     return result
@@ -138,19 +140,20 @@ def forward(x: Tensor, problem: Problem, backend: str) -> tuple[Tensor, Tensor, 
 
 def reverse(
     start: Tensor,
-    anchors: Tensor,
     cotangent: Tensor,
+    kept: Sequence[Tensor],
     needs: Sequence[bool],
     problem: Problem,
     backend: str,
 ) -> list[Tensor | None]:
     """The gradients of x[0] and of the parameters, None where none is needed.
 
-    ``start`` is x[N], where the reconstruction begins; with the reverse rule ``exact`` it is x[0].
+    ``start`` is x[N], where the reconstruction begins; with the reverse rule ``exact`` it is x[0],
+    with ``recorded`` the last anchor.
     """
     gradients = _call(
         torch.ops.resode_kernels.reverse.default,
-        *(start, anchors, cotangent, needs),
+        *(start, cotangent, kept, needs),
         *problem.flat(),
         backend,
     )

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from .. import backends
-from ..options import LARGEST, ORDERS, Method, NonFinite, Scheme, choice
+from ..options import BITS, LARGEST, ORDERS, Method, NonFinite, Scheme, choice
 from ..problem import PER_LAYER, STACKED, ConvLayer, Problem
 from ..reference import ACTIVATIONS
 
@@ -64,8 +64,8 @@ def forward(x: Tensor, problem: Problem, backend: str) -> None:
 
 def reverse(
     start: Tensor,
-    anchors: Tensor,
     cotangent: Tensor,
+    kept: Sequence[Tensor],
     needs: Sequence[bool],
     problem: Problem,
     backend: str,
@@ -74,21 +74,28 @@ def reverse(
     if problem.method.reverse_rule == "exact" and not problem.method.anchor_every:
         raise ValueError("anchor_every must be at least 1 for the reverse_rule 'exact', not 0")
     shape, dtype, device = start.shape, start.dtype, start.device
-    for name, tensor, expected in (
-        ("cotangent", cotangent, shape),
-        ("anchors", anchors, (problem.anchor_count, *shape)),
-    ):
-        if tensor.shape != expected:
-            _refuse_shape(name, tensor, expected)
-        if tensor.dtype is not dtype or tensor.device != device:
-            raise TypeError(
-                f"{name} must be {dtype} on {device}, as the state from which the reverse pass "
-                f"starts, not {tensor.dtype} on {tensor.device}"
-            )
+    _state("cotangent", cotangent, shape, dtype, device)
+    expected = problem.kept(shape)
+    if len(kept) != len(expected):
+        raise ValueError(f"kept must be the tensors {', '.join(expected)}, not {len(kept)} tensors")
+    for (name, (own_shape, own_dtype)), tensor in zip(expected.items(), kept, strict=True):
+        _state(name, tensor, own_shape, own_dtype or dtype, device)
     count = 1 + len(problem.parameters)
     if len(needs) != count:
         raise ValueError(
             f"needs must have {count} entries, for x and for every parameter, not {len(needs)}"
+        )
+
+
+def _state(
+    name: str, tensor: Tensor, shape: Sequence[int], dtype: torch.dtype, device: torch.device
+) -> None:
+    if tensor.shape != shape:
+        _refuse_shape(name, tensor, shape)
+    if tensor.dtype is not dtype or tensor.device != device:
+        raise TypeError(
+            f"{name} must be {dtype} on {device}, to fit the state from which the reverse pass "
+            f"starts, not {tensor.dtype} on {tensor.device}"
         )
 
 
@@ -180,6 +187,16 @@ def _fields(
     ):
         if not least <= value <= largest:
             raise ValueError(f"{name} must be from {least} to {largest}, not {value}")
+    if (method.reverse_rule == "recorded") != bool(method.bits):
+        raise ValueError("bits must be given with the reverse rule 'recorded', and only then")
+    for bits in method.bits:
+        if bits not in (0, *BITS):
+            raise ValueError(f"bits must be among 0, {', '.join(map(str, BITS))}, not {bits}")
+    if len(method.bits) not in (0, 1, method.steps):
+        raise ValueError(
+            f"bits must have 1 entry or one for each of {method.steps} steps, not "
+            f"{len(method.bits)}"
+        )
     if not math.isfinite(method.step):
         raise ValueError(f"step must be a finite number, not {method.step}")
     if not (math.isfinite(epsilon) and epsilon >= 0):

@@ -184,7 +184,9 @@ class ReplayedBlock(PlainBlock):
     def buffers(self) -> list[tuple[nn.Module, str, Tensor]]:
         return [(m, key, m._buffers[key]) for m, key in self.keys]  # type: ignore[misc]
 
-    def linearize(self, x: State, k: int, wrt_x: bool = True) -> tuple[Any, reference.Pullback]:
+    def linearize(
+        self, x: State, k: int, wrt_x: bool = True, value: bool = True
+    ) -> tuple[Any, reference.Pullback]:
         wrt_x = wrt_x or self.sharded  # FSDP reduces gradients when the input's is computed
         given = state_like(x, [t.detach().requires_grad_(wrt_x) for t in parts(self.call.given(x))])
         states = parts(given) if wrt_x else ()

@@ -11,13 +11,14 @@ parameters.)
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from .. import nonfinite, reference, transforms
 from ..options import Method
+from ..recording import Increment, Recorder
 from ..states import State, in_stream, parts, state_like
 from ..uncompiled import uncompiled
 from ..undifferentiable import undifferentiable
@@ -47,9 +48,10 @@ class Run:
         call: RepeatedCall,
         slots: dict[nn.Module, list[Slot]],
         combine: reference.Combine,
+        recorder: Recorder,
         stream: str,
     ) -> None:
-        self.method, self.call, self.stream = method, call, stream
+        self.method, self.call, self.stream, self.recorder = method, call, stream, recorder
         self.kind = state_like(x, [None for _ in parts(x)])
         around = Surroundings(x)
         outermost = turns.run() or self  # if a block of another stage runs this one, that stage's
@@ -86,14 +88,18 @@ class Run:
 
     def forward(
         self, states: Sequence[Tensor], arguments: Sequence[Tensor]
-    ) -> tuple[Any, dict[int, Any]]:
-        """x[N] and the anchors."""
+    ) -> tuple[Any, reference.Record]:
+        """x[N], and what is kept of the states before it. Anchors count as kept states."""
         cache = torch.is_autocast_cache_enabled()
         torch.set_autocast_cache_enabled(False)  # see Surroundings.autocast_as_it_was
         try:
             with self.call.filled(arguments), uncached_parametrizations():
                 x = in_stream(state_like(self.kind, states), self.stream)
-                return reference.forward(self.scheme, x, self.method.anchor_every)
+                if self.method.bits:
+                    bits = self.method.increments()
+                    return reference.record(self.scheme, x, bits, self.recorder)
+                y, anchors = reference.forward(self.scheme, x, self.method.anchor_every)
+                return y, reference.Record((), anchors, {})
         finally:
             torch.set_autocast_cache_enabled(cache)
 
@@ -112,7 +118,7 @@ class Run:
     def backward(
         self,
         start: Any,
-        anchors: dict[int, Any],
+        record: reference.Record,
         arguments: Sequence[Tensor],
         parameters: Sequence[Tensor],
         cotangent: Any,
@@ -150,15 +156,17 @@ class Run:
         is_checked = nonfinite.is_checked(self.method, start)
         extremes = nonfinite.Extremes(self.method.steps, start) if is_checked else None
         watch = None if extremes is None else extremes.watch
-        if self.method.reverse_rule == "exact":
-            pullbacks = reference.exact(self.scheme, start, anchors, *end)
+        if self.method.bits:
+            pullbacks = reference.recorded(self.scheme, record, self.recorder, *end, watch)
+        elif self.method.reverse_rule == "exact":
+            pullbacks = reference.exact(self.scheme, start, record.kept, *end)
         else:
             pullbacks = reference.adjoint(
                 self.method.reverse_rule,
                 self.method.order,
                 self.scheme,
                 start,
-                anchors,
+                record.kept,
                 *end,
                 watch,
             )
@@ -175,16 +183,56 @@ class Run:
         return gradients
 
 
+class Layout(NamedTuple):
+    """The order of the tensors that the Function saves in front of arguments and parameters: where
+    the reverse pass starts, kept states, increments."""
+
+    width: int
+    """The number of tensors of a state."""
+    start: int
+    """The number of tensors that say where to start; 0: the last kept state does."""
+    kept: list[int]
+    """The steps whose states are kept."""
+    recorded: list[int]
+    """The steps whose increments are recorded."""
+
+    @property
+    def of_states(self) -> int:
+        return self.start + self.width * len(self.kept)
+
+    @property
+    def tensors(self) -> int:
+        return self.of_states + len(Increment._fields) * self.width * len(self.recorded)
+
+    def states(self, saved: Sequence[Tensor]) -> list[Sequence[Tensor]]:
+        return [saved[i : i + self.width] for i in range(0, self.of_states, self.width)]
+
+    def increments(self, saved: Sequence[Tensor]) -> list[tuple[Increment, ...]]:
+        fields = saved[self.of_states : self.tensors]
+        each = [Increment(*fields[i : i + 2]) for i in range(0, len(fields), 2)]
+        return [tuple(each[i : i + self.width]) for i in range(0, len(each), self.width)]
+
+
+def flat(record: reference.Record) -> list[Tensor]:
+    """The tensors of a record in the order of ``Layout``."""
+    return [
+        *(part for state in record.kept.values() for part in parts(state)),
+        *(t for increments in record.increments.values() for i in increments for t in i),
+    ]
+
+
 class ResidualFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, run: Run, *tensors: Tensor) -> Any:
         states, arguments, parameters = run.split(tensors)
-        y, anchors = run.forward(states, arguments)
-        # The rule "exact" recomputes states from x[0]; the others reconstruct them from x[N].
-        start = states if run.method.reverse_rule == "exact" else parts(y)
-        ctx.run, ctx.anchor_steps = run, list(anchors)
-        kept = [part for state in anchors.values() for part in parts(state)]
-        ctx.save_for_backward(*start, *kept, *arguments, *parameters)
+        y, record = run.forward(states, arguments)
+        # The rule "exact" recomputes states from x[0], "recorded" starts at the last state that is
+        # kept, the others reconstruct from x[N].
+        rule = run.method.reverse_rule
+        start = {"exact": states, "recorded": ()}.get(rule, parts(y))
+        layout = Layout(len(states), len(start), list(record.kept), list(record.increments))
+        ctx.run, ctx.layout = run, layout
+        ctx.save_for_backward(*start, *flat(record), *arguments, *parameters)
         ctx.dtypes = [t.dtype for t in tensors]
         return state_like(
             y, [part.to(dtype) for part, dtype in zip(parts(y), ctx.dtypes, strict=False)]
@@ -193,19 +241,24 @@ class ResidualFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor | None, ...]:
         run: Run = ctx.run
-        saved, width = ctx.saved_tensors, len(cotangents)
+        layout: Layout = ctx.layout
+        saved = ctx.saved_tensors
         transforms.refuse_tangents((*cotangents, *saved))
-        end = width * (1 + len(ctx.anchor_steps))
-        _, arguments, parameters = run.split((*cotangents, *saved[end:]))
+        _, arguments, parameters = run.split((*cotangents, *saved[layout.tensors :]))
         with torch.no_grad():
-            states = [t.detach() for t in saved[:end]]
-            start, *anchors = (
-                in_stream(state_like(run.kind, states[i : i + width]), run.stream)
-                for i in range(0, end, width)
+            states = [
+                in_stream(state_like(run.kind, [t.detach() for t in state]), run.stream)
+                for state in layout.states(saved)
+            ]
+            start, kept = (states[0], states[1:]) if layout.start else (states[-1], states)
+            record = reference.Record(
+                run.method.increments() if layout.recorded else (),
+                dict(zip(layout.kept, kept, strict=True)),
+                dict(zip(layout.recorded, layout.increments(saved), strict=True)),
             )
             gradients: list[Tensor | None] = run.backward(
                 start,
-                dict(zip(ctx.anchor_steps, anchors, strict=True)),
+                record,
                 arguments,
                 parameters,
                 in_stream(state_like(run.kind, cotangents), run.stream),
@@ -229,11 +282,13 @@ def run(
     method: Method,
     stored: bool,
     combine: reference.Combine = reference.combine,
+    recorder: Recorder | None = None,
     stream: str = "float32",
 ) -> Any:
     """Runs a stage whose blocks are ``modules``. ``stored``: plain autograd, nothing is replayed;
     so it is under transforms of ``torch.func`` and where operations are traced. ``combine`` updates
-    the states, and ``stream`` says in which dtype they are kept."""
+    the states, ``recorder`` records their increments, and ``stream`` says in which dtype they are
+    kept."""
     grad = torch.is_grad_enabled()
     # Inference mode is left, because in-place changes of tensors cannot be detected in it.
     with torch.inference_mode(False), torch.set_grad_enabled(grad):
@@ -248,7 +303,12 @@ def run(
                 parameters, slots = trainable(modules)
                 tensors = (*parts(x), *call.tensors, *parameters)
                 needed = any(t.requires_grad for t in tensors)
-                run = Run(modules, method, x, call, slots, combine, stream) if needed else None
+                recorder = recorder or Recorder()
+                run = (
+                    Run(modules, method, x, call, slots, combine, recorder, stream)
+                    if needed
+                    else None
+                )
             if run is not None:
                 call.tensors = []
                 return ResidualFunction.apply(run, *tensors)

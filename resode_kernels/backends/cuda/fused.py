@@ -10,7 +10,7 @@ from torch import Tensor
 from ...problem import Problem
 from .. import native
 from ..contract import ForwardIO, ReverseIO
-from ..layerwise import DEPTH_FUSED
+from ..layerwise import can_be_depth_fused
 from .gpu import gpu_of, module
 
 
@@ -31,23 +31,24 @@ def _run(problem: Problem, state: Tensor, io: Any) -> bool:
 
 def forward(problem: Problem, io: ForwardIO) -> bool:
     """Runs the forward pass. False: nothing was done, because the kernels do not take the stage."""
-    if problem.block not in DEPTH_FUSED:
+    if not can_be_depth_fused(problem):
         return False
     x, none = native.contiguous(io.x), io.x.new_empty(0)
     buffers = native.writable([io.y])
     (y,) = buffers
     assert y is not None
-    done = _run(problem, x, native.forward_of(module(), ForwardIO(x, y, io.anchors, none)))
+    done = _run(problem, x, native.forward_of(module(), ForwardIO(x, y, io.kept, none)))
     native.copy_buffers(buffers, [io.y])
     return done
 
 
 def reverse(problem: Problem, io: ReverseIO) -> bool:
-    if problem.block not in DEPTH_FUSED:
+    if not can_be_depth_fused(problem):
         return False
-    start, anchors, cotangent = map(native.contiguous, (io.start, io.anchors, io.cotangent))
+    start, cotangent = map(native.contiguous, (io.start, io.cotangent))
+    kept = native.contiguous_kept(io.kept)
     buffers = native.writable(io.gradients)
-    native_io = ReverseIO(start, anchors, cotangent, buffers, io.nonfinite)
+    native_io = ReverseIO(start, kept, cotangent, buffers, io.nonfinite)
     done = _run(problem, start, native.reverse_of(module(), problem, native_io))
     native.copy_buffers(buffers, io.gradients)
     return done

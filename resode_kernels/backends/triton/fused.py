@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from ...nonfinite import new_flag
-from ...problem import Problem
+from ...problem import Kept, Problem
 from ..contract import ForwardIO, ReverseIO
-from ..layerwise import DEPTH_FUSED
+from ..layerwise import can_be_depth_fused
 from . import tuning
 from .device import device_of
 from .launch import launch
@@ -24,7 +24,7 @@ from .tiles import tiles_of
 
 def layout(problem: Problem, x: Tensor, *, reverse: bool) -> Plan | None:
     """The plan of a pass; None: the problem has no depth-fused kernel or is too wide for a tile."""
-    if problem.block not in DEPTH_FUSED:
+    if not can_be_depth_fused(problem):
         return None
     device, spec = device_of(x), spec_of(problem)
     weight = weight_of(problem)
@@ -48,7 +48,7 @@ def _seconds(problem: Problem, x: Tensor, tile: Tile, reverse_pass: bool) -> flo
     anchor_every = few if method.reverse_rule == "exact" else 0
     problem = problem._replace(method=method._replace(steps=few, anchor_every=anchor_every))
     plan = plan_of(problem, device_of(x), len(x), spec_of(problem), tile)
-    no_anchors, no_statistics = x.new_empty((0, *x.shape)), x.new_empty(0)
+    nothing, no_statistics = Kept(x.new_empty((0, *x.shape))), x.new_empty(0)
     flag = new_flag(x.device) if method.nonfinite != "ignore" else None
     scratch = [
         torch.empty_like(x),
@@ -57,9 +57,9 @@ def _seconds(problem: Problem, x: Tensor, tile: Tile, reverse_pass: bool) -> flo
 
     def run() -> None:
         if reverse_pass:
-            reverse(problem, plan, ReverseIO(x, no_anchors, x, scratch, flag))
+            reverse(problem, plan, ReverseIO(x, nothing, x, scratch, flag))
         else:
-            forward(problem, plan, ForwardIO(x, torch.empty_like(x), no_anchors, no_statistics))
+            forward(problem, plan, ForwardIO(x, torch.empty_like(x), nothing, no_statistics))
 
     return float(do_bench(run, warmup=5, rep=20, return_mode="median"))
 
@@ -67,7 +67,7 @@ def _seconds(problem: Problem, x: Tensor, tile: Tile, reverse_pass: bool) -> flo
 def forward(problem: Problem, plan: Plan, io: ForwardIO) -> None:
     method, result = problem.method, _buffer(io.y)
     anchor_every = method.anchor_every or method.steps
-    _walk(problem, plan, io.x.contiguous(), result, io.anchors, 0, method.steps, anchor_every)
+    _walk(problem, plan, io.x.contiguous(), result, io.kept.anchors, 0, method.steps, anchor_every)
     if result is not io.y:
         io.y.copy_(result)
 
@@ -167,7 +167,7 @@ def _in_turn(plan: Plan, begin: int, end: int, state: Tensor, states: Tensor) ->
 def reverse(problem: Problem, plan: Plan, io: ReverseIO) -> None:
     method = problem.method
     launches = recomputing if method.reverse_rule == "exact" else reconstructing
-    start, anchors, cotangent = (t.contiguous() for t in (io.start, io.anchors, io.cotangent))
+    start, anchors, cotangent = (t.contiguous() for t in (io.start, io.kept.anchors, io.cotangent))
     parameters = _contiguous(problem.parameters)
     grad_x, *grads = io.gradients
     state, g = torch.empty_like(start), cotangent
