@@ -50,9 +50,10 @@ std::vector<Memory> to_native(const std::vector<PyMemory>& memories) {
   return result;
 }
 
-// A stage with the table that it points to.
+// A stage with the tables that it points to.
 struct PyStage : Stage {
   std::vector<void*> table;
+  std::vector<int> bits_table;
 };
 
 std::shared_ptr<PyStage> make_stage(
@@ -60,7 +61,8 @@ std::shared_ptr<PyStage> make_stage(
     int64_t steps, double step, bool tied, int64_t rows, int64_t dim, int64_t hidden,
     int64_t height, int64_t width, const std::vector<std::array<int64_t, 3>>& convolutions,
     double epsilon, const std::string& stream, const std::string& storage,
-    const std::vector<PyMemory>& parameters, int64_t anchor_every, int threads) {
+    const std::vector<PyMemory>& parameters, int64_t anchor_every, std::vector<int> bits,
+    int threads) {
   auto s = std::make_shared<PyStage>();
   s->block = parse<Block>(block);
   s->activation = parse<Activation>(activation);
@@ -79,6 +81,9 @@ std::shared_ptr<PyStage> make_stage(
   for (const auto& [in, out, size] : convolutions) s->convolutions[s->layers++] = {in, out, size};
   s->epsilon = epsilon;
   s->anchor_every = anchor_every;
+  s->bits_table = std::move(bits);
+  s->bits = s->bits_table.data();
+  s->bits_count = int64_t(s->bits_table.size());
   s->threads = threads;
   s->table = complete(*s, to_native(parameters));
   return s;
@@ -92,30 +97,34 @@ std::shared_ptr<PyStage> make_stage(
            py::arg("steps"), py::arg("step"), py::arg("tied"), py::arg("rows"), py::arg("dim"),
            py::arg("hidden"), py::arg("height"), py::arg("width"), py::arg("convolutions"),
            py::arg("epsilon"), py::arg("stream"), py::arg("storage"), py::arg("parameters"),
-           py::arg("anchor_every"), py::arg("threads"));
+           py::arg("anchor_every"), py::arg("bits"), py::arg("threads"));
 
   py::class_<ForwardMemory>(m, "Forward", py::module_local())
-      .def(py::init([](PyMemory x, PyMemory y, PyMemory anchors, PyMemory statistics) {
-             return ForwardMemory{to_native(x), to_native(y), to_native(anchors),
-                                  to_native(statistics)};
+      .def(py::init([](PyMemory x, PyMemory y, PyMemory anchors, PyMemory codes, PyMemory scales,
+                       PyMemory statistics) {
+             return ForwardMemory{to_native(x),     to_native(y),      to_native(anchors),
+                                  to_native(codes), to_native(scales), to_native(statistics)};
            }),
-           py::arg("x"), py::arg("y"), py::arg("anchors"), py::arg("statistics"));
+           py::arg("x"), py::arg("y"), py::arg("anchors"), py::arg("codes"), py::arg("scales"),
+           py::arg("statistics"));
 
   py::class_<ReverseMemory>(m, "Reverse", py::module_local())
       .def(py::init([](const std::string& reverse_rule, int order, PyMemory start, PyMemory anchors,
-                       PyMemory cotangent, PyMemory grad_x, const std::vector<PyMemory>& gradients,
-                       PyMemory nonfinite) {
+                       PyMemory codes, PyMemory scales, PyMemory cotangent, PyMemory grad_x,
+                       const std::vector<PyMemory>& gradients, PyMemory nonfinite) {
              return ReverseMemory{parse<ReverseRule>(reverse_rule),
                                   order,
                                   to_native(start),
                                   to_native(anchors),
+                                  to_native(codes),
+                                  to_native(scales),
                                   to_native(cotangent),
                                   to_native(grad_x),
                                   to_native(gradients),
                                   to_native(nonfinite)};
            }),
            py::arg("reverse_rule"), py::arg("order"), py::arg("start"), py::arg("anchors"),
-           py::arg("cotangent"), py::arg("grad_x"), py::arg("gradients"), py::arg("nonfinite"));
+           py::arg("codes"), py::arg("scales"), py::arg("cotangent"), py::arg("grad_x"), py::arg("gradients"), py::arg("nonfinite"));
 }
 
 // A pass that is ready to run, with what its plan refers to.

@@ -25,13 +25,13 @@ struct Memory {
 };
 
 struct ForwardMemory {
-  Memory x, y, anchors, statistics;
+  Memory x, y, anchors, codes, scales, statistics;
 };
 
 struct ReverseMemory {
   ReverseRule reverse_rule;
   int order;
-  Memory start, anchors, cotangent, grad_x;
+  Memory start, anchors, codes, scales, cotangent, grad_x;
   std::vector<Memory> gradients;  // in the order of Stage's parameters
   Memory nonfinite;
 };
@@ -125,6 +125,17 @@ inline void check_convolutions(const Stage& s) {
   if (s.rows % product({s.height, s.width}) != 0) refuse("rows must be those of whole images");
 }
 
+inline void check_bits(const Stage& s) {
+  if (!s.records()) return;
+  if (s.bits_count != 1 && s.bits_count != s.steps)
+    refuse("bits must have 1 entry or one for each step, not " + std::to_string(s.bits_count));
+  for (int64_t i = 0; i < s.bits_count; ++i) {
+    const int b = s.bits[i];
+    if (b < 0 || b == 1 || b == 7 || (b > 8 && b != 12 && b != 16))
+      refuse("bits must be 0, 2, 3, 4, 5, 6, 8, 12 or 16, not " + std::to_string(b));
+  }
+}
+
 // Completes a stage of which all but its parameters is given, and returns their table, to which the
 // stage refers.
 inline std::vector<void*> complete(Stage& s, const std::vector<Memory>& parameters) {
@@ -134,6 +145,7 @@ inline std::vector<void*> complete(Stage& s, const std::vector<Memory>& paramete
   check_between("hidden", s.hidden, 1, kMaxWidth);
   check_between("anchor_every", s.anchor_every, 0, kMaxSteps);
   check_between("threads", s.threads, 1, kMaxThreads);
+  check_bits(s);
   if (s.block != Block::linear && s.activation == Activation::identity)
     refuse("activation must not be 'identity', except of linear blocks");
   if (!std::isfinite(s.step)) refuse("step must be finite");
@@ -162,8 +174,36 @@ inline std::vector<void*> complete(Stage& s, const std::vector<Memory>& paramete
   return table;
 }
 
-inline int64_t anchor_count(const Stage& s) {
-  return s.anchor_every ? (s.steps - 1) / s.anchor_every : 0;
+// What a pass keeps of its states.
+struct KeptCounts {
+  int64_t anchors = 0, increments = 0, code_bytes = 0;  // code_bytes: of all increments of 8 columns
+};
+inline KeptCounts kept_counts(const Stage& s) {
+  const int64_t every = s.anchor_every ? s.anchor_every : s.steps;
+  if (!s.records()) return {(s.steps - 1) / every, 0, 0};
+  KeptCounts counts;
+  if (s.bits_count == 1) {
+    counts.anchors = s.bits[0] ? (s.steps + every - 1) / every : s.steps;
+    counts.increments = s.steps - counts.anchors;
+    counts.code_bytes = counts.increments * s.bits[0];
+    return counts;
+  }
+  for (int64_t n = 0; n < s.steps; ++n) {
+    const int bits = s.bits_of(n);
+    (bits ? counts.increments : counts.anchors) += 1;
+    counts.code_bytes += bits;
+  }
+  return counts;
+}
+
+// Checks the memory that the forward pass leaves to the reverse pass.
+template <class Io>
+void check_kept(const Stage& s, const Io& io) {
+  const KeptCounts counts = kept_counts(s);
+  check_state("anchors", s, io.anchors, counts.anchors);
+  const int64_t octets = (s.dim + 7) / 8, groups = (s.dim + 31) / 32;
+  check_memory("codes", io.codes, product({counts.code_bytes, s.rows, octets}), 1);
+  check_memory("scales", io.scales, product({counts.increments, s.rows, groups, 2}), 2);
 }
 
 template <class T>
@@ -174,15 +214,15 @@ T* pointer(Memory memory) {
 inline Forward checked(const Stage& s, const ForwardMemory& io) {
   check_state("x", s, io.x);
   check_state("y", s, io.y);
-  check_state("anchors", s, io.anchors, anchor_count(s));
+  check_kept(s, io);
   int64_t channels = 0;
   for (int l = 0; l < s.layers; ++l) channels += s.convolutions[l].out;
   const int64_t evaluations = s.steps * (s.scheme == Scheme::heun ? 2 : 1);
   const int64_t each = bytes_of(s.stream);
   if (io.statistics.at)
     check_memory("statistics", io.statistics, product({evaluations, 2, channels, each}), each);
-  return {pointer<const void>(io.x), pointer<void>(io.y), pointer<void>(io.anchors),
-          pointer<void>(io.statistics)};
+  return {pointer<const void>(io.x),   pointer<void>(io.y),      pointer<void>(io.anchors),
+          pointer<void>(io.codes), pointer<void>(io.scales), pointer<void>(io.statistics)};
 }
 
 // `table` becomes that of the gradients, to which the result refers.
@@ -195,8 +235,10 @@ inline Reverse checked(const Stage& s, const ReverseMemory& io, std::vector<void
   const int64_t states = (exact ? s.anchor_every : 1) + kMaxOrder + 2;
   if (product({states, s.rows, s.dim + 64, 8}) > kMaxTogether)
     refuse("anchor_every: so many states of this size cannot be held");
+  if ((io.reverse_rule == ReverseRule::recorded) != s.records())
+    refuse("bits of the stage must be given for the reverse rule 'recorded', and only for it");
   check_state("start", s, io.start);
-  check_state("anchors", s, io.anchors, anchor_count(s));
+  check_kept(s, io);
   check_state("cotangent", s, io.cotangent);
   if (io.grad_x.at) check_state("grad_x", s, io.grad_x);
   if (io.nonfinite.at) check_memory("nonfinite", io.nonfinite, sizeof(int32_t), sizeof(int32_t));
@@ -212,6 +254,8 @@ inline Reverse checked(const Stage& s, const ReverseMemory& io, std::vector<void
           io.order,
           pointer<const void>(io.start),
           pointer<const void>(io.anchors),
+          pointer<const void>(io.codes),
+          pointer<const void>(io.scales),
           pointer<const void>(io.cotangent),
           pointer<void>(io.grad_x),
           table.data(),

@@ -14,7 +14,7 @@ namespace resode {
 
 // The version of the interface between Python and the compiled modules, to be raised together with
 // INTERFACE of resode_kernels/backends/native.py when a signature, a struct or an enum changes.
-constexpr int kInterface = 2;
+constexpr int kInterface = 3;
 
 // An enum, and as one text the names of its values in their order, which Python uses (bindings.h).
 template <class Enum>
@@ -27,7 +27,7 @@ inline constexpr const char* kNames = nullptr;
 
 RESODE_ENUM(Block, mlp, linear, conv);
 RESODE_ENUM(Scheme, euler, heun);
-RESODE_ENUM(ReverseRule, exact, paper, refined, predicted);
+RESODE_ENUM(ReverseRule, exact, paper, refined, predicted, recorded);
 RESODE_ENUM(DType, float32, float64, float16, bfloat16);
 #define RESODE_NEXT(name, Struct) , name
 RESODE_ENUM(Activation, identity RESODE_ACTIVATIONS(RESODE_NEXT));
@@ -66,7 +66,19 @@ struct Stage {
   const void* const* parameters;
   int count;
   int64_t anchor_every;  // k: the states x[k], x[2k], … are kept as anchors; 0: none are
+  // The bits in which increments are recorded: one number for all steps, or one for each. None:
+  // nothing is recorded.
+  const int* bits;
+  int64_t bits_count;
   int threads;
+
+  bool records() const { return bits_count > 0; }
+
+  // The bits of the increment of step n; 0: the state x̂[n] is kept instead, and x̂[n+1] is x[n+1].
+  int bits_of(int64_t n) const {
+    const bool last = n + 1 == steps || (anchor_every && (n + 1) % anchor_every == 0);
+    return last ? 0 : bits[bits_count == 1 ? 0 : n];
+  }
 
   int64_t blocks() const { return tied ? 1 : steps + (scheme == Scheme::heun); }
 
@@ -80,10 +92,13 @@ struct Stage {
 };
 
 // All states are [rows, dim], contiguous, in the stream's dtype; anchors are [count, rows, dim].
+// If increments are recorded, all states that are kept are anchors, also the last, x̂[N−1].
 struct Forward {
   const void* x;
   void* y;
   void* anchors;
+  void* codes;   // of every recorded increment, one after the other (cpu/core/recording.h)
+  void* scales;  // [recorded increments, rows, groups of a row], bfloat16
   // conv: for every evaluation of f, in order, mean and unbiased variance of every layer that
   // normalizes by its batch: [evaluations, Σ 2 · out]; null: not wanted
   void* statistics;
@@ -92,8 +107,9 @@ struct Forward {
 struct Reverse {
   ReverseRule reverse_rule;
   int order;
-  const void* start;       // where the pass starts: x[N], for `exact` x[0]
+  const void* start;       // where the pass starts: x[N], for `exact` x[0]; not for `recorded`
   const void* anchors;     // as Forward left them
+  const void *codes, *scales;
   const void* cotangent;   // ∂L/∂x[N]
   void* grad_x;            // null: not needed
   void* const* gradients;  // a table like the parameters', in the storage dtype; null: not needed

@@ -39,7 +39,7 @@ int64_t stride(const Stage& stage, const void* const* table, int k, int bytes) {
 // multiprocessor a tile; with the widest chunk of weights that fits beside it.
 std::optional<Launches> launches(const Stage& stage, const Gpu& gpu, bool reverse) {
   const bool depth_fused = stage.block == Block::mlp || stage.block == Block::linear;
-  if (!depth_fused || stage.stream != DType::float32) return {};
+  if (!depth_fused || stage.stream != DType::float32 || stage.records()) return {};
   const FusedKernels& kernels = kernels_for(stage, gpu);
   const int width = round_up(stage.dim, kStateColumns);
   const int units = round_up(stage.block == Block::mlp ? stage.hidden : stage.dim, 16);

@@ -97,8 +97,9 @@ concept ResidualBlock =
       // `stride` numbers further on.
       b.write_gradient(k, out, m, stride, scale);
 
-      // How a crew divides a matrix: the panels of this thread. `meet` waits for the crew's other
-      // threads; `leads` is true for one thread of the crew.
+      // How a crew divides its work: this thread's share of so many things, of a matrix's panels.
+      // `meet` waits for the crew's other threads; `leads` is true for one thread of the crew.
+      { b.share(n) } -> std::same_as<Share>;
       { b.mine(m) } -> std::same_as<Share>;
       b.meet();
       { b.leads() } -> std::same_as<bool>;

@@ -76,7 +76,8 @@ class Conv {
   }
 
   // A tile is one thread's.
-  Share mine(Matrix<T> m) const { return Share::all(m.panels()); }
+  Share share(int64_t count) const { return Share::all(count); }
+  Share mine(Matrix<T> m) const { return share(m.panels()); }
   void meet() const {}
   bool leads() const { return true; }
 

@@ -64,8 +64,9 @@ struct RowBlock {
     reduce(out, sum, stride, crews, scale, Share(sum.rows, index, crews), mine(sum));
   }
 
-  // The thread's share of the panels of a matrix whose columns the crew divides.
-  Share mine(Matrix<T> m) const { return crew.share(m.panels()); }
+  // The thread's share of what the crew divides, and of the panels of a matrix.
+  Share share(int64_t count) const { return crew.share(count); }
+  Share mine(Matrix<T> m) const { return share(m.panels()); }
   void meet() { crew.meet(); }
   bool leads() const { return crew.team.rank == 0; }
 

@@ -8,12 +8,15 @@
 //                 last evaluations φ(p), and a correction
 //                 for every evaluation that is missing
 //     exact       p = x[n], an anchor or recomputed from the last one before it
+//     recorded    p = x − Q, the increment as recorded;     next state p
 //
 // A correction is p ← x − h φ(p). Memory traffic per step: state and cotangent once in and once
-// out, with `predicted` its history too, the step's weights once, their gradients once.
+// out, with `predicted` its history too, the step's weights once, their gradients once. `recorded`
+// reads the codes, and makes no product but those that the VJP needs.
 
 #pragma once
 
+#include "recorder.h"
 #include "schemes.h"
 #include "worker.h"
 
@@ -72,13 +75,21 @@ class ReverseWorker : public Worker<T, Scheme, Block> {
         states(this->own(layout.states, layout.count())),
         cotangent(layout.in_result ? static_cast<T*>(io.grad_x) : states[layout.count() - 1]),
         known(layout.known ? states[layout.segment] : nullptr),
-        h(runner.step) {}
+        h(runner.step),
+        recorder(pass.s, io) {}
 
   void run() {
     this->read(cotangent, static_cast<const T*>(io.cotangent));
-    if (io.reverse_rule != ReverseRule::exact) this->read(state(), static_cast<const T*>(io.start));
+    if (io.reverse_rule != ReverseRule::exact && !s.records())
+      this->read(state(), static_cast<const T*>(io.start));
     for (int64_t n = s.steps - 1; n >= 0 && !team.halts(); --n) {
-      if (s.anchor_every && (n + 1 == s.steps || (n + 1) % s.anchor_every == 0)) restart(n);
+      recorder.go_back(n);
+      if (s.records()) {
+        if (recorder.keeps(n))
+          this->read(state(), static_cast<const T*>(io.anchors) + recorder.anchor());
+      } else if (s.anchor_every && (n + 1 == s.steps || (n + 1) % s.anchor_every == 0)) {
+        restart(n);
+      }
       this->begin_reverse_step(n);
       this->for_each_tile([&](Share rows) { step(n, rows); });
       this->end_reverse_step(n);
@@ -100,6 +111,7 @@ class ReverseWorker : public Worker<T, Scheme, Block> {
   T* const cotangent;      // g
   T* const known;
   const T h;
+  Recorder<T> recorder;
   int64_t evaluations = 0;  // of φ at a point p, so far
   bool is_known = false;    // `known` holds the first evaluation of the next step
   int64_t nonfinite = -1;   // the first step on the way back whose point is not finite
@@ -146,6 +158,10 @@ class ReverseWorker : public Worker<T, Scheme, Block> {
 
   Matrix<T> point(int64_t n, Share rows, Matrix<T> x) {
     if (io.reverse_rule == ReverseRule::exact) return pass.tile(recomputed(n), rows);
+    if (io.reverse_rule == ReverseRule::recorded) {
+      if (!recorder.keeps(n)) recorder.undo(n, x, rows, runner.block);
+      return x;
+    }
     const Matrix<T> p{io.reverse_rule == ReverseRule::paper ? x.data : runner.point, x.rows,
                       x.columns};
     const Update<T> to_p{{p.data, x.data, -h}};
