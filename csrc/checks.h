@@ -125,15 +125,17 @@ inline void check_convolutions(const Stage& s) {
   if (s.rows % product({s.height, s.width}) != 0) refuse("rows must be those of whole images");
 }
 
+inline void check_bits(int bits, bool may_be_kept) {
+  const bool known =
+      (bits >= 2 && bits <= 6) || bits == 8 || bits == 12 || bits == 16 || (bits == 0 && may_be_kept);
+  if (!known) refuse("bits must be 2, 3, 4, 5, 6, 8, 12 or 16, not " + std::to_string(bits));
+}
+
 inline void check_bits(const Stage& s) {
   if (!s.records()) return;
   if (s.bits_count != 1 && s.bits_count != s.steps)
     refuse("bits must have 1 entry or one for each step, not " + std::to_string(s.bits_count));
-  for (int64_t i = 0; i < s.bits_count; ++i) {
-    const int b = s.bits[i];
-    if (b < 0 || b == 1 || b == 7 || (b > 8 && b != 12 && b != 16))
-      refuse("bits must be 0, 2, 3, 4, 5, 6, 8, 12 or 16, not " + std::to_string(b));
-  }
+  for (int64_t i = 0; i < s.bits_count; ++i) check_bits(s.bits[i], true);
 }
 
 // Completes a stage of which all but its parameters is given, and returns their table, to which the
@@ -209,6 +211,38 @@ void check_kept(const Stage& s, const Io& io) {
 template <class T>
 T* pointer(Memory memory) {
   return reinterpret_cast<T*>(memory.at);
+}
+
+struct IncrementMemory {
+  DType stream;
+  int64_t rows, row;
+  int bits;
+  Memory x, estimate, moved, codes, scales;
+  int threads;
+};
+
+inline Increment checked(const IncrementMemory& io) {
+  check_between("rows", io.rows, 1, kMaxBytes);
+  check_between("row", io.row, 1, kMaxBytes);
+  check_between("threads", io.threads, 1, kMaxThreads);
+  check_bits(io.bits, false);
+  const int64_t each = bytes_of(io.stream), state = product({io.rows, io.row, each});
+  if (state > kMaxBytes) refuse("rows and row: a state must not be larger than 1 TiB");
+  if (io.x.at) check_memory("x", io.x, state, each);
+  check_memory("estimate", io.estimate, state, each);
+  check_memory("moved", io.moved, state, each);
+  check_memory("codes", io.codes, product({io.rows, (io.row + 7) / 8, io.bits}), 1);
+  check_memory("scales", io.scales, product({io.rows, (io.row + 31) / 32, 2}), 2);
+  return {io.stream,
+          io.rows,
+          io.row,
+          io.bits,
+          pointer<const void>(io.x),
+          pointer<const void>(io.estimate),
+          pointer<void>(io.moved),
+          pointer<void>(io.codes),
+          pointer<void>(io.scales),
+          io.threads};
 }
 
 inline Forward checked(const Stage& s, const ForwardMemory& io) {

@@ -133,6 +133,17 @@ void bind_pass(py::module_& m, const char* name) {
       });
 }
 
+// See Increment; x absent: undo.
+void run_increment(const std::string& stream, int64_t rows, int64_t row, int bits, PyMemory x,
+                   PyMemory estimate, PyMemory moved, PyMemory codes, PyMemory scales,
+                   int threads) {
+  const Increment io = checked(IncrementMemory{
+      parse(stream, {DType::float32, DType::float64}), rows, row, bits, to_native(x),
+      to_native(estimate), to_native(moved), to_native(codes), to_native(scales), threads});
+  const py::gil_scoped_release released;
+  widest().increment(io);
+}
+
 double measured_fma_peak(int threads, double seconds) {
   check_between("threads", threads, 1, kMaxThreads);
   if (!std::isfinite(seconds)) refuse("seconds must be finite");
@@ -149,6 +160,9 @@ PYBIND11_MODULE(resode_kernels_cpu, m) {
 
   bind_pass<Forward, ForwardMemory>(m, "ForwardPlan");
   bind_pass<Reverse, ReverseMemory>(m, "ReversePlan");
+  m.def("increment", &run_increment, py::arg("stream"), py::arg("rows"), py::arg("row"),
+        py::arg("bits"), py::arg("x"), py::arg("estimate"), py::arg("moved"), py::arg("codes"),
+        py::arg("scales"), py::arg("threads"));
   m.def("use_large_pages", &use_large_pages, py::arg("address"), py::arg("bytes"));
   m.def("fma_peak", &measured_fma_peak, py::arg("threads"), py::arg("seconds") = 0.2);
 

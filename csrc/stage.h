@@ -118,6 +118,22 @@ struct Reverse {
   int32_t* nonfinite;
 };
 
+// Recording outside of a pass, for stages whose blocks are not in kernels: the increment of one
+// step, of states that are row-major matrices (cpu/core/recording.h).
+//
+//     record   moved ← x̂ + Q(x − x̂), to codes and scales
+//     undo     moved ← x̂ − Q, from them; x is null
+struct Increment {
+  DType stream;
+  int64_t rows, row;  // a row has so many elements
+  int bits;
+  const void *x, *estimate;
+  void* moved;   // may be the estimate
+  void* codes;   // [rows, octets of a row · bits]
+  void* scales;  // [rows, groups of a row], bfloat16
+  int threads;
+};
+
 // How a long pass is stopped: between its steps the calling thread asks, at most once in `seconds`,
 // whether to. If so the pass returns early, and what it has written is of no use.
 struct Stop {
@@ -141,6 +157,7 @@ struct Kernels {
   Crews (*crews)(const Stage&);
   size_t (*forward)(const Stage&, const Forward&, void* workspace, Stop);
   size_t (*reverse)(const Stage&, const Reverse&, void* workspace, Stop);
+  void (*increment)(const Increment&);
   double (*fma_peak)(int threads, double seconds);  // multiply-adds count as two, per second
 };
 

@@ -137,6 +137,7 @@ def run_residual(
         options.method(depth, of_modules=True),
         stored=options.backward == "stored",
         combine=combine,
+        recorder=backends.choose_recorder(options.backend, parts(x)),
         stream=options.stream,
     )
     return result

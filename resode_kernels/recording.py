@@ -160,28 +160,30 @@ class Recorder:
 
     def record(self, estimate: Any, after: Any, bits: int) -> tuple[Any, tuple[Increment, ...]]:
         """x̂[n+1] = x̂[n] + d[n] and d[n] = Q(x[n+1] − x̂[n]), from x̂[n] and x[n+1]."""
-        increments = tuple(
+        results = [
             self.encode(x, e, bits) for x, e in zip(parts(after), parts(estimate), strict=True)
-        )
-        return self._moved(estimate, increments, bits, 1), increments
+        ]
+        moved, increments = zip(*results, strict=True)
+        return state_like(estimate, moved), increments
 
     def undo(self, estimate: Any, increments: tuple[Increment, ...], bits: int) -> Any:
         """x̂[n] = x̂[n+1] − d[n]."""
-        return self._moved(estimate, increments, bits, -1)
-
-    def encode(self, after: Tensor, estimate: Tensor, bits: int) -> Increment:
-        return encode(self.rows(after - estimate, like=estimate), bits)
-
-    def _moved(self, estimate: Any, increments: Any, bits: int, sign: int) -> Any:
-        moved = []
-        for e, increment in zip(parts(estimate), increments, strict=True):
-            rows = self.rows(e, like=e)
-            new = rows + sign * decode(increment, bits, rows.shape[1], e.dtype)
-            if self.is_by_pixel(e):
-                images, channels, height, width = e.shape
-                new = new.reshape(images, height, width, channels).permute(0, 3, 1, 2)
-            moved.append(new.reshape(e.shape))
+        moved = [
+            self.decode(e, increment, bits)
+            for e, increment in zip(parts(estimate), increments, strict=True)
+        ]
         return state_like(estimate, moved)
+
+    def encode(self, after: Tensor, estimate: Tensor, bits: int) -> tuple[Tensor, Increment]:
+        rows = self.rows(estimate, like=estimate)
+        increment = encode(self.rows(after, like=estimate) - rows, bits)
+        moved = rows + decode(increment, bits, rows.shape[1], rows.dtype)
+        return self.state(moved, like=estimate), increment
+
+    def decode(self, estimate: Tensor, increment: Increment, bits: int) -> Tensor:
+        rows = self.rows(estimate, like=estimate)
+        moved = rows - decode(increment, bits, rows.shape[1], rows.dtype)
+        return self.state(moved, like=estimate)
 
     def rows(self, state: Tensor, like: Tensor) -> Tensor:
         """A tensor as [rows, row], laid out as ``like`` is."""
@@ -192,6 +194,13 @@ class Recorder:
             dim -= 1
             row *= state.shape[dim]
         return state.reshape(-1, max(1, row))
+
+    def state(self, rows: Tensor, like: Tensor) -> Tensor:
+        """The inverse of ``rows``."""
+        if self.is_by_pixel(like):
+            images, channels, height, width = like.shape
+            return rows.reshape(images, height, width, channels).permute(0, 3, 1, 2)
+        return rows.reshape(like.shape)
 
     def is_by_pixel(self, state: Tensor) -> bool:
         return self.by_pixel or (

@@ -39,6 +39,28 @@ size_t run_reverse(const Stage& s, const resode::Reverse& io, void* workspace, r
   });
 }
 
+void run_increment(const resode::Increment& io) {
+  const auto run = [&]<class T>(T) {
+    Halt never;
+    Team::run(io.threads, never, [&](Team team) {
+      const Share rows(io.rows, team.rank, team.size);
+      const auto place = [&](const void* state) {
+        T* const first = static_cast<T*>(const_cast<void*>(state)) + rows.begin * io.row;
+        return InRows<T>{first, rows.end - rows.begin, io.row};
+      };
+      const Recorded at{
+          static_cast<uint8_t*>(io.codes) + rows.begin * code_bytes(io.row, io.bits),
+          static_cast<uint16_t*>(io.scales) + rows.begin * groups_of(io.row)};
+      const Share groups = Share::all(groups_of(io.row));
+      if (io.x)
+        record(place(io.x), place(io.estimate), place(io.moved), at, io.bits, groups);
+      else
+        undo(place(io.estimate), place(io.moved), at, io.bits, groups);
+    });
+  };
+  io.stream == resode::DType::float64 ? run(double{}) : run(float{});
+}
+
 resode::Crews crews(const Stage& s) {
   resode::Crews found{};
   with_types(s, [&]<class T, class Scheme, class Block>() {
@@ -81,6 +103,6 @@ namespace resode {
 
 extern const Kernels RESODE_NAME(RESODE_ISA);
 const Kernels RESODE_NAME(RESODE_ISA) = {
-    RESODE_NAME_TEXT(RESODE_ISA), cost, crews, run_forward, run_reverse, fma_peak};
+    RESODE_NAME_TEXT(RESODE_ISA), cost, crews, run_forward, run_reverse, run_increment, fma_peak};
 
 }  // namespace resode

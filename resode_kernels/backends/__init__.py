@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from .. import reference
+from ..recording import Recorder
 from . import cpp, cuda, triton
 from .contract import Backend, BackendUnavailableError
 from .engine import REFERENCE
@@ -29,6 +30,7 @@ __all__ = [
     "MissingKernelsWarning",
     "choose",
     "choose_combine",
+    "choose_recorder",
     "why_not",
 ]
 
@@ -95,3 +97,9 @@ def choose_combine(name: str, state: Sequence[Tensor]) -> reference.Combine:
     chosen = {choose(name, t.device, t.dtype) for t in state}
     combine = REGISTRY[chosen.pop()].combine if len(chosen) == 1 else None
     return combine or reference.combine
+
+
+def choose_recorder(name: str, state: Sequence[Tensor]) -> Recorder:
+    """What records the increments of a stage of modules, with ``backend=name``."""
+    usable = cpp.unavailable() is None and all(t.device.type == "cpu" for t in state)
+    return cpp.recorder if name == "auto" and usable else Recorder()

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ..problem import Problem
+from ..recording import Increment, Recorder, code_bytes, groups
 from . import native
 from .contract import ForwardIO, ReverseIO
 
@@ -84,3 +85,53 @@ def _run(problem: Problem, state: Tensor, io: Any) -> None:
     # Only the main thread handles signals, among them Ctrl-C.
     handles_signals = threading.get_ident() == threading.main_thread().ident
     plan.run(native.memory(workspace), handles_signals)
+
+
+class CppRecorder(Recorder):
+    """Records states in one pass over memory. Other tensors than dense ones on the CPU are left to
+    PyTorch."""
+
+    def encode(self, after: Tensor, estimate: Tensor, bits: int) -> tuple[Tensor, Increment]:
+        rows, x = self.rows(estimate, like=estimate), self.rows(after, like=estimate)
+        if not self.takes(rows, x):
+            return super().encode(after, estimate, bits)
+        count, row = rows.shape
+        increment = Increment(
+            rows.new_empty((count, code_bytes(row, bits)), dtype=torch.uint8),
+            rows.new_empty((count, groups(row)), dtype=torch.bfloat16),
+        )
+        moved = torch.empty_like(rows)
+        self.run(bits, x, rows, moved, increment)
+        return self.state(moved, like=estimate), increment
+
+    def decode(self, estimate: Tensor, increment: Increment, bits: int) -> Tensor:
+        rows = self.rows(estimate, like=estimate)
+        increment = Increment(*(t.contiguous() for t in increment))
+        if not self.takes(rows, rows):
+            return super().decode(estimate, increment, bits)
+        moved = torch.empty_like(rows)
+        self.run(bits, None, rows, moved, increment)
+        return self.state(moved, like=estimate)
+
+    def takes(self, estimate: Tensor, after: Tensor) -> bool:
+        """Whether the kernels take these rows."""
+        return estimate.numel() > 0 and all(
+            t.device.type == "cpu" and t.dtype == estimate.dtype and t.is_contiguous()
+            for t in (estimate, after)
+        )
+
+    def run(
+        self, bits: int, x: Tensor | None, estimate: Tensor, moved: Tensor, increment: Increment
+    ) -> None:
+        count, row = estimate.shape
+        work = estimate.numel() // ELEMENTS_PER_THREAD
+        _C.increment(
+            native.NAMES[estimate.dtype], count, row, bits,
+            *map(native.memory, (x, estimate, moved, *increment)),
+            max(1, min(torch.get_num_threads(), work)),
+        )  # fmt: skip
+
+
+ELEMENTS_PER_THREAD = 1 << 14
+"""Elements for which another thread takes less time than it costs."""
+recorder: Recorder = CppRecorder()

@@ -58,7 +58,7 @@ def load(name: str) -> tuple[Any, str | None]:
     return module, None
 
 
-_NAMES = {getattr(torch, name): name for name in ("float32", "float64", "float16", "bfloat16")}
+NAMES = {getattr(torch, name): name for name in ("float32", "float64", "float16", "bfloat16")}
 
 
 def memory(tensor: Tensor | None) -> tuple[int, int]:
@@ -109,8 +109,8 @@ def stage_of(
         width,
         problem.convolutions,
         problem.epsilon,
-        _NAMES[state.dtype],
-        _NAMES[weight.dtype],
+        NAMES[state.dtype],
+        NAMES[weight.dtype],
         [memory(p) for p in parameters],
         method.anchor_every,
         method.bits,
