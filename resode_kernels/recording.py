@@ -145,14 +145,9 @@ def _unpack(packed: Tensor, bits: int) -> Tensor:
 class Recorder:
     """Records the increments of states, in PyTorch. Backends have faster ones.
 
-    A row is as many of the last dimensions of a tensor as have 32 elements together.
-
-    by_pixel  the states are images [images, channels, height, width], and a row is the channels of
-              a pixel. It is so as well for images that lie channels-last in memory
+    A row is as many of the last dimensions of a tensor as have 32 elements together; of images that
+    lie channels-last in memory it is the channels of a pixel.
     """
-
-    def __init__(self, by_pixel: bool = False) -> None:
-        self.by_pixel = by_pixel
 
     def estimate(self, x: Any) -> Any:
         """x̂[n] = x[n], in float32 at least."""
@@ -187,7 +182,7 @@ class Recorder:
 
     def rows(self, state: Tensor, like: Tensor) -> Tensor:
         """A tensor as [rows, row], laid out as ``like`` is."""
-        if self.is_by_pixel(like):
+        if is_channels_last(like):
             return state.permute(0, 2, 3, 1).reshape(-1, state.shape[1])
         row, dim = 1, state.dim()
         while dim > 0 and row < GROUP:
@@ -197,14 +192,26 @@ class Recorder:
 
     def state(self, rows: Tensor, like: Tensor) -> Tensor:
         """The inverse of ``rows``."""
-        if self.is_by_pixel(like):
+        if is_channels_last(like):
             images, channels, height, width = like.shape
             return rows.reshape(images, height, width, channels).permute(0, 3, 1, 2)
         return rows.reshape(like.shape)
 
-    def is_by_pixel(self, state: Tensor) -> bool:
-        return self.by_pixel or (
-            state.dim() == 4
-            and not state.is_contiguous()
-            and state.is_contiguous(memory_format=torch.channels_last)
-        )
+
+class FusedRecorder(Recorder):
+    """Of the states of fused stages: a row is the last dimension; of images the channels of a
+    pixel."""
+
+    def rows(self, state: Tensor, like: Tensor) -> Tensor:
+        return state.movedim(1, -1).reshape(-1, state.shape[1])
+
+    def state(self, rows: Tensor, like: Tensor) -> Tensor:
+        return rows.reshape(like.movedim(1, -1).shape).movedim(-1, 1)
+
+
+def is_channels_last(state: Tensor) -> bool:
+    return (
+        state.dim() == 4
+        and not state.is_contiguous()
+        and state.is_contiguous(memory_format=torch.channels_last)
+    )

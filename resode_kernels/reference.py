@@ -355,9 +355,7 @@ class Record(NamedTuple):
     """d[n] where ``bits`` is not 0, as the recorder has returned it."""
 
 
-def record(
-    scheme: Scheme, x: Any, bits: Sequence[int], recorder: Recorder
-) -> tuple[Any, Record]:
+def record(scheme: Scheme, x: Any, bits: Sequence[int], recorder: Recorder) -> tuple[Any, Record]:
     """x[N], and the record of the states before it."""
     result = Record(bits, {}, {})
     estimate = recorder.estimate(x)

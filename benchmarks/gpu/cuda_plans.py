@@ -14,6 +14,7 @@ DIMS = (16, 32, 64, 128, 256)
 ROWS, DEPTH = 65536, 16
 SOMEWHERE = (1 << 20, 1 << 50)  # an address and bytes: planning reads nothing
 ABSENT = (0, 0)
+KEPT = {"anchors": ABSENT, "codes": ABSENT, "scales": ABSENT}
 
 
 @dataclass(frozen=True)
@@ -71,12 +72,13 @@ def _stage(block: str, dim: int, precision: str) -> Any:
         storage="float32" if precision == "tf32" else precision,
         parameters=[SOMEWHERE] * count,
         anchor_every=0,
+        bits=[],
         threads=1,
     )
 
 
 def _forward() -> Any:
-    return cuda._CUDA.Forward(x=SOMEWHERE, y=SOMEWHERE, anchors=ABSENT, statistics=ABSENT)
+    return cuda._CUDA.Forward(x=SOMEWHERE, y=SOMEWHERE, **KEPT, statistics=ABSENT)
 
 
 def _reverse(block: str) -> Any:
@@ -85,7 +87,7 @@ def _reverse(block: str) -> Any:
         reverse_rule="refined",
         order=1,
         start=SOMEWHERE,
-        anchors=ABSENT,
+        **KEPT,
         cotangent=SOMEWHERE,
         grad_x=SOMEWHERE,
         gradients=[SOMEWHERE] * count,

@@ -34,7 +34,7 @@ from resode_kernels.backends.triton.rows import TILE, Rows
 from resode_kernels.backends.triton.spec import KernelSpec
 from resode_kernels.backends.triton.tiles import tiles_of
 from resode_kernels.options import Options
-from resode_kernels.problem import Problem
+from resode_kernels.problem import Kept, Problem
 from resode_kernels.states import stream_dtype
 
 
@@ -166,20 +166,20 @@ def count_kernels(
     ``autograd.py`` around it."""
     problem, stream = case.problem(), stream_dtype(case.dtype)
     x, state = case.zeros(case.dtype), case.zeros(stream)
-    no_anchors = state.new_empty((0, *state.shape))
+    nothing = Kept(state.new_empty((0, *state.shape)))
     with counting(known) as launches:
         result = torch.empty_like(state)
         if reverse:
             parameters = problem.parameters
             gradients = [None if p is None else torch.empty_like(p) for p in parameters]
-            io = ReverseIO(state, no_anchors, x.to(stream), [result, *gradients], None)
+            io = ReverseIO(state, nothing, x.to(stream), [result, *gradients], None)
             if plan is None:
                 layerwise.LAYERWISE.reverse(problem, io)
             else:
                 fused.reverse(problem, plan, io)
         else:
             shape = problem.statistics if plan is None else (0,)
-            forward = ForwardIO(x.to(stream), result, no_anchors, state.new_zeros(shape))
+            forward = ForwardIO(x.to(stream), result, nothing, state.new_zeros(shape))
             if plan is None:
                 layerwise.LAYERWISE.forward(problem, forward)
             else:

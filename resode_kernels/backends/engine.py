@@ -12,9 +12,11 @@ from torch import Tensor
 from .. import recording, reference
 from ..nonfinite import Extremes
 from ..problem import PER_LAYER, Kept, Problem
-from ..recording import Increment, Recorder
+from ..recording import FusedRecorder, Increment
 from ..states import stream_dtype
 from .contract import ForwardIO, ReverseIO
+
+RECORDER = FusedRecorder()
 
 
 class EngineBackend:
@@ -72,8 +74,8 @@ class EngineBackend:
         with torch.autocast(io.x.device.type, enabled=False):
             scheme = self.scheme(problem, io.x.dtype, io.statistics)
             if problem.is_recorded:
-                recorder, bits = self.recorder(problem), problem.method.increments()
-                result, record = reference.record(scheme, io.x, bits, recorder)
+                bits = problem.method.increments()
+                result, record = reference.record(scheme, io.x, bits, RECORDER)
                 anchors = record.kept
                 for place, (increment,) in zip(
                     increments_of(problem, io.kept), record.increments.values(), strict=True
@@ -85,9 +87,6 @@ class EngineBackend:
         io.y.copy_(result)
         for place, state in zip(io.kept.anchors, anchors.values(), strict=True):
             place.copy_(state)
-
-    def recorder(self, problem: Problem) -> Recorder:
-        return Recorder(by_pixel=problem.block == "conv")
 
     def differentiable(self, problem: Problem, x: Tensor) -> tuple[Tensor, Tensor]:
         """x[N] in x's dtype and the batch statistics, by operations that autograd and forward-mode
@@ -109,7 +108,7 @@ class EngineBackend:
         anchors = {(i + 1) * method.anchor_every: state for i, state in enumerate(io.kept.anchors)}
         if problem.is_recorded:
             record = record_of(problem, io.kept)
-            pullbacks = reference.recorded(scheme, record, self.recorder(problem), watch=watch)
+            pullbacks = reference.recorded(scheme, record, RECORDER, watch=watch)
         elif method.reverse_rule == "exact":
             pullbacks = reference.exact(scheme, start, anchors)
         else:
@@ -137,7 +136,8 @@ class EngineBackend:
 
 def increments_of(problem: Problem, kept: Kept) -> Iterator[Increment]:
     """The recorded increments, in the order of their steps: views of ``kept``."""
-    assert kept.codes is not None and kept.scales is not None
+    assert kept.codes is not None
+    assert kept.scales is not None
     row = kept.anchors.shape[2]
     recorded = [bits for bits in problem.method.increments() if bits]
     rows, end = kept.scales.shape[1], 0
@@ -150,9 +150,7 @@ def record_of(problem: Problem, kept: Kept) -> reference.Record:
     bits = problem.method.increments()
     steps = range(len(bits))
     states = dict(zip((n for n in steps if not bits[n]), kept.anchors, strict=True))
-    increments = zip(
-        (n for n in steps if bits[n]), increments_of(problem, kept), strict=True
-    )
+    increments = zip((n for n in steps if bits[n]), increments_of(problem, kept), strict=True)
     return reference.Record(bits, states, {n: (increment,) for n, increment in increments})
 
 

@@ -74,7 +74,8 @@ def contiguous(tensor: Tensor) -> Tensor:
 
 
 def contiguous_kept(kept: Kept) -> Kept:
-    return Kept(*(None if t is None else contiguous(t) for t in kept))
+    anchors, *others = kept
+    return Kept(contiguous(anchors), *(None if t is None else contiguous(t) for t in others))
 
 
 def all_contiguous(tensors: Sequence[Tensor | None]) -> list[Tensor | None]:

@@ -41,7 +41,9 @@ class ProbedBlock(reference.Block):
         self.largest = max(self.largest, norm(y))
         return y
 
-    def linearize(self, x: Any, k: int, wrt_x: bool = True) -> tuple[Any, reference.Pullback]:
+    def linearize(
+        self, x: Any, k: int, wrt_x: bool = True, value: bool = True
+    ) -> tuple[Any, reference.Pullback]:
         """The pullback gives ∂_x f(x)ᵀ g alone and may be called more than once."""
         with torch.enable_grad(), self.seeded(k):
             x = state_like(x, [t.detach().requires_grad_() for t in parts(x)])

@@ -19,7 +19,7 @@ from ..uncompiled import uncompiled
 from ..undifferentiable import undifferentiable
 from . import batching, gate, ops
 
-Outputs = tuple[Tensor | None, ...]
+Outputs = tuple[Any, ...]
 """x[N] in x's dtype, the batch statistics, x[N] in the stream's dtype if that is another one, and
 what is kept."""
 

@@ -91,10 +91,10 @@ def test_the_ops_refuse_other_layouts(kind: str, backend: str, layout: str) -> N
     label = {"tanh": "w1", "linear": "weight", "basic": "weight of block 0, layer 1"}[kind]
     with pytest.raises(TypeError, match=rf"^{label} is .*{layout}.*must be a dense torch\.Tensor"):
         ops.forward.default(x, *bad_problem.flat(), backend)
-    y, anchors, _ = ops.forward.default(x, *problem.flat(), backend)
+    y, _, kept = ops.forward.default(x, *problem.flat(), backend)
     needs = [True] * (1 + len(problem.parameters))
     with pytest.raises(TypeError, match=rf"^cotangent is .*{layout}"):
-        ops.reverse.default(y, anchors, LAYOUTS[layout](y), needs, *problem.flat(), backend)
+        ops.reverse.default(y, LAYOUTS[layout](y), kept, needs, *problem.flat(), backend)
 
 
 # ------------------------------------------------------------------------------------- subclasses

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import RULES, make_stage, name, problem_of
+from helpers import RECORDED, RULES, make_stage, name, problem_of, start_of
 from torch import Tensor
 from torch.library import opcheck
 
@@ -24,30 +24,30 @@ def problem(block: str, options: dict[str, Any], scheme: str) -> Problem:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("options", RULES, ids=name)
+@pytest.mark.parametrize("options", [*RULES, *RECORDED], ids=name)
 @pytest.mark.parametrize(("block", "scheme"), [("tanh", "euler"), ("linear", "heun")])
 def test_opcheck(block: str, scheme: str, options: dict[str, Any], backend: str) -> None:
     p = problem(block, options, scheme)
     x, g = torch.randn(2, 9, 5)
     ops = torch.ops.resode_kernels
     opcheck(ops.forward.default, (x, *p.flat(), backend))
-    y, anchors, _ = ops.forward.default(x, *p.flat(), backend)
-    assert anchors.shape == (p.anchor_count, 9, 5)
-    start = x if p.method.reverse_rule == "exact" else y
+    y, _, kept = ops.forward.default(x, *p.flat(), backend)
+    assert kept[0].shape == (p.anchor_count, 9, 5)
+    start = start_of(p, x, y, kept)
     count = len(p.parameters)
     for needs in ([True] * (1 + count), [True] + [False] * count, [False] * count + [True]):
-        opcheck(ops.reverse.default, (start, anchors, g, needs, *p.flat(), backend))
+        opcheck(ops.reverse.default, (start, g, kept, needs, *p.flat(), backend))
 
 
 @pytest.mark.parametrize("backend", ALL_BACKENDS)
 def test_inputs_are_never_written_to(backend: str) -> None:
     p = problem("gelu", {"reverse": "paper", "anchor_every": 2}, "heun")
     x, g = torch.randn(2, 9, 5)
-    y, anchors, _ = torch.ops.resode_kernels.forward.default(x, *p.flat(), backend)
-    inputs = [x, g, y, anchors, *p.parameters]
+    y, _, kept = torch.ops.resode_kernels.forward.default(x, *p.flat(), backend)
+    inputs = [x, g, y, *kept, *p.parameters]
     before = [t.clone() for t in inputs]
     torch.ops.resode_kernels.forward.default(x, *p.flat(), backend)
-    torch.ops.resode_kernels.reverse.default(y, anchors, g, [True] * 5, *p.flat(), backend)
+    torch.ops.resode_kernels.reverse.default(y, g, kept, [True] * 5, *p.flat(), backend)
     for a, b in zip(inputs, before, strict=True):
         assert torch.equal(a, b)
 
@@ -67,9 +67,9 @@ def test_the_forward_op_is_differentiable_once(options: dict[str, Any], backend:
     got = torch.autograd.grad(forward(x).sin().sum(), inputs, create_graph=True)
     expected = torch.autograd.grad(stage(x).sin().sum(), inputs)
     torch.testing.assert_close(got, expected, rtol=0, atol=0)
-    y, anchors, _ = torch.ops.resode_kernels.forward.default(x.detach(), *p.flat(), backend)
+    y, _, kept = torch.ops.resode_kernels.forward.default(x.detach(), *p.flat(), backend)
     gradients = torch.ops.resode_kernels.reverse.default(
-        y.detach(), anchors.detach(), x, [True] * 5, *p.flat(), backend
+        y.detach(), x, [t.detach() for t in kept], [True] * 5, *p.flat(), backend
     )
     for gradient in (*got, *gradients):
         with pytest.raises(RuntimeError, match="second time"):

@@ -18,7 +18,7 @@ from resode_kernels import backends, info
 from resode_kernels.backends import cpp, cuda, native
 from resode_kernels.backends.contract import ForwardIO
 from resode_kernels.options import Options
-from resode_kernels.problem import Problem
+from resode_kernels.problem import Kept, Problem
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -60,7 +60,7 @@ def test_narrow_stages_get_vectors_that_they_fill() -> None:
         problem = Problem("linear", "identity", tuple(parameters), Options().method(4))
         x = torch.zeros(8, dim, dtype=dtype)
         stage = native.stage_of(cpp._C, problem, parameters, x)
-        plan = cpp._C.plan(stage, native.forward_of(cpp._C, ForwardIO(x, x, x, x)))
+        plan = cpp._C.plan(stage, native.forward_of(cpp._C, ForwardIO(x, x, Kept(x), x)))
         return str(plan.instruction_set)
 
     supported, in_use = cpp._C.supported(), cpp._C.selected()

@@ -8,7 +8,15 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import RULES, gradients, kernel_gradients, name, relative_error
+from helpers import (
+    RECORDED,
+    RULES,
+    gradients,
+    kernel_gradients,
+    name,
+    relative_error,
+    start_of,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_properties import rules
@@ -286,7 +294,7 @@ def test_results_repeat_bit_for_bit(options: dict[str, Any], threads: int) -> No
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("options", RULES, ids=name)
+@pytest.mark.parametrize("options", [*RULES, *RECORDED], ids=name)
 @pytest.mark.parametrize("scheme", ["euler", "heun"])
 def test_opcheck(options: dict[str, Any], scheme: str, backend: str) -> None:
     stage = rk.ConvStage(3, 4, scheme=scheme)
@@ -299,12 +307,12 @@ def test_opcheck(options: dict[str, Any], scheme: str, backend: str) -> None:
     x, g = torch.randn(2, 2, 3, 4, 4)
     ops = torch.ops.resode_kernels
     opcheck(ops.forward.default, (x, *problem.flat(), backend))
-    y, anchors, statistics = ops.forward.default(x, *problem.flat(), backend)
-    assert anchors.shape == (problem.anchor_count, *x.shape)
+    y, statistics, kept = ops.forward.default(x, *problem.flat(), backend)
+    assert kept[0].shape == (problem.anchor_count, *x.shape)
     assert statistics.shape == (problem.evaluations, 12)
-    start = x if method.reverse_rule == "exact" else y
+    start = start_of(problem, x, y, kept)
     needs = [True, *(p is not None for p in parameters)]
-    opcheck(ops.reverse.default, (start, anchors, g, needs, *problem.flat(), backend))
+    opcheck(ops.reverse.default, (start, g, kept, needs, *problem.flat(), backend))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -31,6 +31,7 @@ from resode_kernels.backends import cuda, native, triton
 from resode_kernels.backends.contract import ForwardIO, ReverseIO
 from resode_kernels.backends.cuda import gpu
 from resode_kernels.backends.engine import EngineBackend
+from resode_kernels.problem import Kept
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 ON_CPU = pytest.mark.skipif(DEVICE != "cpu", reason="the emulation is for machines without a GPU")
@@ -70,10 +71,10 @@ def plan_of(stage: rk.Stage, rows: int, reverse: bool = True, **facts: int) -> A
     tested = native.stage_of(module, problem, parameters, state)
     if reverse:
         io = native.reverse_of(
-            module, problem, ReverseIO(state, state, state, [None, *parameters], None)
+            module, problem, ReverseIO(state, Kept(state), state, [None, *parameters], None)
         )
     else:
-        io = native.forward_of(module, ForwardIO(state, state, state, state))
+        io = native.forward_of(module, ForwardIO(state, state, Kept(state), state))
     plan = module.plan(tested, io, module.Gpu(**{**H100, **facts}, tf32=False, stream=0))
     return None if plan is None else plan.layout
 
@@ -247,7 +248,7 @@ def test_frozen_parameters_need_no_sums() -> None:
 
     def workspace(*gradients: Tensor | None) -> int:
         io = native.reverse_of(
-            module, problem, ReverseIO(state, state, state, [state, *gradients], None)
+            module, problem, ReverseIO(state, Kept(state), state, [state, *gradients], None)
         )
         return int(module.plan(stage, io, processor).workspace_bytes)
 

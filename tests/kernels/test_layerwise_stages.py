@@ -19,6 +19,7 @@ from helpers import (
     make_stage,
     name,
     problem_of,
+    start_of,
 )
 from providers import FLOATS, NARROW, Provider
 from torch import Tensor, nn
@@ -28,6 +29,7 @@ from resode_kernels import reference
 from resode_kernels.backends import REGISTRY
 from resode_kernels.backends.contract import Backend, ForwardIO, ReverseIO
 from resode_kernels.backends.engine import REFERENCE
+from resode_kernels.fused import ops
 from resode_kernels.options import Options
 from resode_kernels.problem import Problem
 from resode_kernels.replay import function
@@ -78,15 +80,16 @@ def passes(
 
     def run(x: Tensor, g: Tensor) -> tuple[Tensor, list[Tensor | None], Tensor]:
         x, g = (t.to(stream_dtype(t.dtype)) for t in (x, g))
-        y, anchors = torch.empty_like(x), x.new_empty((problem.anchor_count, *x.shape))
+        y, _, tensors = ops._new_states(x, problem)
+        kept = problem.kept_of(tensors)
         statistics = x.new_zeros(problem.statistics if problem.block == "conv" else 0)
-        backend.forward(problem, ForwardIO(x, y, anchors, statistics))
-        start = x if problem.method.reverse_rule == "exact" else y
+        backend.forward(problem, ForwardIO(x, y, kept, statistics))
+        start = start_of(problem, x, y, kept)
         gradients = [torch.empty_like(x)]
         gradients += [
             torch.empty_like(p) if isinstance(p, nn.Parameter) else None for p in problem.parameters
         ]
-        backend.reverse(problem, ReverseIO(start, anchors, g, gradients, None))
+        backend.reverse(problem, ReverseIO(start, kept, g, gradients, None))
         return y, gradients, statistics
 
     return run

@@ -17,7 +17,7 @@ import resode_kernels as rk
 from resode_kernels.backends import cpp, native
 from resode_kernels.backends.contract import ForwardIO
 from resode_kernels.options import Options
-from resode_kernels.problem import Problem
+from resode_kernels.problem import Kept, Problem
 
 ROWS, DIM = 512, 48
 STATE = ROWS * DIM * 4
@@ -113,7 +113,8 @@ def workspace_bytes(block: str, rule: str = "paper", order: int = 1, **changes: 
     sizes = {
         "activation": "tanh", "scheme": "euler", "steps": 10, "step": 0.1, "tied": False,
         "height": 1, "width": 1, "convolutions": [], "epsilon": 1e-5, "stream": "float32",
-        "storage": "float32", "anchor_every": 0, "threads": 2, "hidden": changes["dim"], **changes,
+        "storage": "float32", "anchor_every": 0, "bits": [], "threads": 2,
+        "hidden": changes["dim"], **changes,
     }  # fmt: skip
     blocks = 1 if sizes["tied"] else sizes["steps"] + (sizes["scheme"] == "heun")
     count = {"mlp": 4, "linear": 1, "conv": 5 * len(sizes["convolutions"]) * blocks}[block]
@@ -122,7 +123,8 @@ def workspace_bytes(block: str, rule: str = "paper", order: int = 1, **changes: 
     gradients = [absent if block == "conv" and i % 5 >= 3 else memory for i in range(count)]
     stage = cpp._C.Stage(block=block, parameters=[memory] * count, **sizes)
     io = cpp._C.Reverse(
-        reverse_rule=rule, order=order, start=memory, anchors=memory, cotangent=memory,
+        reverse_rule=rule, order=order, start=memory, anchors=memory, codes=absent,
+        scales=absent, cotangent=memory,
         grad_x=memory, gradients=gradients, nonfinite=absent,
     )  # fmt: skip
     return int(cpp._C.plan(stage, io).workspace_bytes)
@@ -137,7 +139,7 @@ def test_a_plan_keeps_the_stage_and_io_that_it_was_made_of() -> None:
     def plan(weight: torch.Tensor) -> Any:
         problem = Problem("linear", "identity", (weight,), method)
         stage = native.stage_of(cpp._C, problem, [weight], x)
-        return cpp._C.plan(stage, native.forward_of(cpp._C, ForwardIO(x, y, x, x)))
+        return cpp._C.plan(stage, native.forward_of(cpp._C, ForwardIO(x, y, Kept(x), x)))
 
     for i, planned in enumerate([plan(weight) for weight in weights]):
         workspace = torch.empty(planned.workspace_bytes, dtype=torch.uint8)

@@ -6,14 +6,14 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from helpers import RULES, crews_of, gradients, make_stage, name, relative_error
+from helpers import RECORDED, RULES, crews_of, gradients, make_stage, name, relative_error
 
 import resode_kernels as rk
 
 pytestmark = pytest.mark.needs_cpp
 
 
-@pytest.mark.parametrize("options", RULES, ids=name)
+@pytest.mark.parametrize("options", [*RULES, *RECORDED], ids=name)
 @pytest.mark.parametrize("scheme", ["euler", "heun"])
 @pytest.mark.parametrize("shape", [(401, 33, 65), (30, 264, 280)], ids=["rows", "columns"])
 def test_bitwise(

@@ -85,7 +85,7 @@ def test_both_ops_refuse_a_problem_that_does_not_fit(wrong: str, backend: str, d
         OPS.forward.default(x, *problem.flat(), backend)
     needs = [True] * (1 + len(problem.parameters))
     with pytest.raises(ERRORS, match=message):
-        OPS.reverse.default(x, x.new_empty(2, ROWS, DIM), x, needs, *problem.flat(), backend)
+        OPS.reverse.default(x, x, [x.new_empty(2, ROWS, DIM)], needs, *problem.flat(), backend)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -93,7 +93,7 @@ def test_the_exact_rule_takes_anchors(backend: str) -> None:
     problem, x = mlp(reverse_rule="exact", anchor_every=0), torch.randn(ROWS, DIM)
     OPS.forward.default(x, *problem.flat(), backend)  # of which nothing is differentiated
     with pytest.raises(ValueError, match="anchor_every must be at least 1"):
-        OPS.reverse.default(x, x.new_empty(0, ROWS, DIM), x, [True] * 5, *problem.flat(), backend)
+        OPS.reverse.default(x, x, [x.new_empty(0, ROWS, DIM)], [True] * 5, *problem.flat(), backend)
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])
@@ -129,7 +129,7 @@ def test_the_reverse_op_refuses_states_that_do_not_fit(
     problem = problem._replace(parameters=tuple(p.to(device) for p in problem.parameters))
     with pytest.raises(ERRORS, match=message):
         OPS.reverse.default(
-            start, anchors, cotangent, [True] * changes.get("needs", 5), *problem.flat(), backend
+            start, cotangent, [anchors], [True] * changes.get("needs", 5), *problem.flat(), backend
         )
 
 
@@ -176,7 +176,7 @@ def test_no_gradient_is_made_up_for_given_statistics(backend: str) -> None:
     problem, x = conv(given), torch.randn(2, 4, 6, 6)
     needs = [True] * (1 + len(problem.parameters))
     with pytest.raises(ValueError, match="mean of block 0, layer 1 requires a gradient"):
-        OPS.reverse.default(x, x.new_empty(0, *x.shape), x, needs, *problem.flat(), backend)
+        OPS.reverse.default(x, x, [x.new_empty(0, *x.shape)], needs, *problem.flat(), backend)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -232,15 +232,17 @@ class Call:
             "block": "mlp", "activation": "tanh", "scheme": "euler", "steps": DEPTH, "step": 0.1,
             "tied": False, "rows": ROWS, "dim": DIM, "hidden": HIDDEN, "height": 1, "width": 1,
             "convolutions": [], "epsilon": 0.0, "stream": "float32", "storage": "float32",
-            "parameters": [memory(p) for p in self.parameters], "anchor_every": 2, "threads": 1,
+            "parameters": [memory(p) for p in self.parameters], "anchor_every": 2, "bits": [],
+            "threads": 1,
         }  # fmt: skip
         self.forward: dict[str, Any] = {
             "x": memory(self.x), "y": memory(self.y), "anchors": memory(self.anchors),
-            "statistics": ABSENT,
+            "codes": ABSENT, "scales": ABSENT, "statistics": ABSENT,
         }  # fmt: skip
         self.reverse: dict[str, Any] = {
             "reverse_rule": "refined", "order": 1, "start": memory(self.x),
-            "anchors": memory(self.anchors), "cotangent": memory(self.g), "grad_x": ABSENT,
+            "anchors": memory(self.anchors), "codes": ABSENT, "scales": ABSENT,
+            "cotangent": memory(self.g), "grad_x": ABSENT,
             "gradients": [memory(g) for g in self.gradients], "nonfinite": ABSENT,
         }  # fmt: skip
 

@@ -18,6 +18,7 @@ from resode_kernels import reference
 from resode_kernels.backends import REGISTRY, cpp, native
 from resode_kernels.backends.contract import ForwardIO
 from resode_kernels.backends.engine import EngineBackend
+from resode_kernels.fused import ops
 from resode_kernels.problem import Problem
 
 RULES: list[dict[str, Any]] = [
@@ -31,6 +32,10 @@ RULES: list[dict[str, Any]] = [
     {"reverse": "predicted", "order": 2, "anchor_every": 3},
     {"backward": "stored"},
     {"backward": "checkpoint", "anchor_every": 3},
+]
+RECORDED: list[dict[str, Any]] = [
+    {"reverse": "recorded"},
+    {"reverse": "recorded", "bits": 3, "anchor_every": 2},
 ]
 # Reconstructs states to within round-off of float64, so that adjoint gradients can be compared with
 # exact ones wherever truncation is not what is tested.
@@ -146,15 +151,21 @@ def problem_of(stage: rk.Stage) -> Problem:
     return Problem("mlp", stage.activation, (stage.w1, stage.b1, stage.w2, stage.b2), method)
 
 
+def start_of(problem: Problem, x: Tensor, y: Tensor, kept: Sequence[Tensor]) -> Tensor:
+    """Where the reverse op starts, after the forward op."""
+    if problem.is_recorded:
+        return kept[0][-1]
+    return x if problem.method.reverse_rule == "exact" else y
+
+
 def crews_of(stage: rk.Stage, x: Tensor) -> tuple[int, int]:
     """Of the C++ kernels: how many crews of threads work on a stage, and how many are in each."""
     problem, threads = problem_of(stage), torch.get_num_threads()
     parameters = native.all_contiguous(problem.parameters)
     described = native.stage_of(cpp._C, problem, parameters, x, threads)
-    anchors = x.new_empty(problem.anchor_count, *x.shape)
-    statistics = x.new_empty(problem.statistics)
+    _, statistics, kept = ops._new_states(x, problem)
     crews: tuple[int, int] = cpp._C.plan(
-        described, native.forward_of(cpp._C, ForwardIO(x, x, anchors, statistics))
+        described, native.forward_of(cpp._C, ForwardIO(x, x, problem.kept_of(kept), statistics))
     ).crews
     return crews
 
