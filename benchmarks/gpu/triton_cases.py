@@ -172,5 +172,5 @@ def train_problem(problem: Problem, x: torch.Tensor) -> None:
         patch.object(triton, "refuses", lambda *_: None),  # tensors in main memory, as on a GPU
         patch.object(nonfinite, "report"),  # no kernel runs: states are whatever memory holds
     ):
-        y, anchors, _ = ops.forward(x, problem, "triton")
-        ops.reverse(y, anchors, torch.zeros_like(y), needs, problem, "triton")
+        y, _, kept = ops.forward(x, problem, "triton")
+        ops.reverse(y, torch.zeros_like(y), kept, needs, problem, "triton")

@@ -40,10 +40,10 @@ def every_subset(problem: Problem) -> list[list[bool]]:
 
 
 def check(problem: Problem, x: torch.Tensor, backend: str) -> None:
-    y, anchors, statistics = ops.forward(x, problem, backend)
+    y, statistics, kept = ops.forward(x, problem, backend)
     for result in (y, statistics):
         assert result.isfinite().all()
-    start = x if problem.method.reverse_rule == "exact" else y
+    start = start_of(problem, x, y, kept)
     is_constant = [problem.block == "conv" and i % PER_LAYER > 2 for i in range(1000)]
     expected = None
     for needs in every_subset(problem):
@@ -51,7 +51,7 @@ def check(problem: Problem, x: torch.Tensor, backend: str) -> None:
             need and p is not None and not constant
             for need, p, constant in zip(needs[1:], problem.parameters, is_constant, strict=False)
         ]
-        results = ops.reverse(start, anchors, torch.ones_like(x), wanted, problem, backend)
+        results = ops.reverse(start, torch.ones_like(x), kept, wanted, problem, backend)
         expected = expected or results
         for result, need, same in zip(results, wanted, expected, strict=True):
             assert (result is not None) == need
@@ -91,9 +91,9 @@ def test_convolutions(
 def test_triton(kind: str, rule: dict[str, Any], options: dict[str, Any]) -> None:
     for rows in (0, 3):
         problem, x = case(kind, rows, **rule, **options)
-        y, anchors, _ = ops.forward(x, problem, "triton")
+        y, _, kept = ops.forward(x, problem, "triton")
         needs = [True] * (1 + len(problem.parameters))
-        gradients = ops.reverse(y, anchors, torch.ones_like(x), needs, problem, "triton")
+        gradients = ops.reverse(y, torch.ones_like(x), kept, needs, problem, "triton")
         for result in (y, *gradients):
             assert result.isfinite().all()
 
@@ -134,9 +134,9 @@ def test_gradients_of_a_given_mean_and_variance_are_refused(field: str, backend:
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_the_op_refuses_gradients_of_constants(backend: str) -> None:
     problem, x = case("basic", 2, training=False)
-    y, anchors, _ = ops.forward(x, problem, backend)
+    y, _, kept = ops.forward(x, problem, backend)
     for i in range(3, 5):
         needs = [False] * (1 + len(problem.parameters))
         needs[1 + i] = True
         with pytest.raises(ValueError, match="of block 0, layer 1 requires a gradient"):
-            ops.reverse(y, anchors, x, needs, problem, backend)
+            ops.reverse(y, x, kept, needs, problem, backend)
