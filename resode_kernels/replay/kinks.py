@@ -38,6 +38,7 @@ class Kinked(NamedTuple):
     value: Callable[..., Tensor]
     """(u, flags of every side) → the function's value, if u were on these sides."""
     inplace: bool = False
+    name: str = ""
 
 
 # ------------------------------------------------------------------- the functions, by their calls
@@ -136,13 +137,13 @@ NAMES: dict[str, Callable[..., Kinked | None]] = {
     **{"clamp": clamp, "clip": clamp, "clamp_min": clamp_min, "clamp_max": clamp_max},
 }
 FUNCTIONS = {
-    getattr(owner, name + ending): (read, bool(ending))
+    getattr(owner, name + ending): (name, read, bool(ending))
     for name, read in NAMES.items()
     for owner in (F, torch, torch.Tensor, torch._C._nn)
     for ending in ("", "_")
     if hasattr(owner, name + ending)
 }
-"""How to read the calls of each of PyTorch's functions, and whether it works in place."""
+"""The name of each of PyTorch's functions, how to read its calls, and whether it works in place."""
 PLAIN = (Tensor, nn.Parameter, nn.Buffer)
 
 
@@ -150,7 +151,7 @@ def kinked(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Kinked | N
     """A call as one of a function with kinks; None if it is none, or keeps its own sides."""
     if func not in FUNCTIONS:
         return None
-    read, inplace = FUNCTIONS[func]
+    name, read, inplace = FUNCTIONS[func]
     if any(isinstance(t, Tensor) for t in (*args[1:], *kwargs.values())) and read is not prelu:
         return None  # bounds or results that are tensors
     call = read(*args, **kwargs)
@@ -159,9 +160,9 @@ def kinked(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Kinked | N
     u = call.u
     if type(u) not in PLAIN or not u.is_floating_point():
         return None
-    if torch._C._functorch.is_functorch_wrapped_tensor(u):
+    if not torch.compiler.is_compiling() and torch._C._functorch.is_functorch_wrapped_tensor(u):
         return None
-    return call._replace(inplace=inplace or call.inplace)
+    return call._replace(inplace=inplace or call.inplace, name=name)
 
 
 # ------------------------------------------------------------------------------------------ modes
@@ -175,8 +176,8 @@ class Seen(NamedTuple):
     kinks: int
 
     @classmethod
-    def of(cls, func: Any, call: Kinked) -> Seen:
-        return cls(func.__name__.rstrip("_"), tuple(call.u.shape), len(call.sides))
+    def of(cls, call: Kinked) -> Seen:
+        return cls(call.name, tuple(call.u.shape), len(call.sides))
 
     def __str__(self) -> str:
         return f"{self.name} with an argument of the shape {list(self.shape)}"
@@ -229,7 +230,7 @@ class Recording(Watching):
     def run(self, call: Kinked, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         for side in call.sides:  # before func changes u in place
             self.kept.append(pack(side(call.u.detach()).flatten()))
-        self.seen.append(Seen.of(func, call))
+        self.seen.append(Seen.of(call))
         return func(*args, **kwargs)
 
     def sides(self) -> Tensor:
@@ -249,10 +250,16 @@ class Replaying(Watching):
         self.calls, self.begin = 0, 0
 
     def run(self, call: Kinked, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        now = Seen.of(func, call)
+        now = Seen.of(call)
         before = self.seen[self.calls] if self.calls < len(self.seen) else None
         if before != now:
             self.refuse(str(now), str(before or "no function with kinks"))
+        if in_checkpoint():
+            raise RuntimeError(
+                f"kinks=True does not work with a checkpoint inside of {self.block}, which would "
+                f"run {now} once more: take the checkpoint out of the block (its activations are "
+                "freed after each step anyway), or set kinks=False"
+            )
         assert self.sides is not None  # something was seen
         u, flags = call.u, []
         size = byte_count(now.entries)
@@ -275,6 +282,14 @@ class Replaying(Watching):
             f"kinks that the forward pass has kept do not fit: call {self.calls + 1} is of {now}, "
             f"and it was of {before}. Set kinks=False, which keeps none"
         )
+
+
+def in_checkpoint() -> bool:
+    """Whether a checkpoint is under way that will run the same calls again in the backward pass."""
+    if torch.compiler.is_compiling():
+        return False
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return hooks is not None and hooks[0].__module__ == "torch.utils.checkpoint"
 
 
 @contextmanager
