@@ -95,7 +95,7 @@ class EngineBackend:
             place.copy_(state)
 
     def recorder(self, problem: Problem) -> Recorder:
-        return Recorder(by_pixel=problem.block == "conv")
+        return Recorder(by_pixel=True) if problem.block == "conv" else RowRecorder()
 
     def differentiable(self, problem: Problem, x: Tensor) -> tuple[Tensor, Tensor]:
         """x[N] in x's dtype and the batch statistics, by operations that autograd and forward-mode
@@ -141,6 +141,13 @@ class EngineBackend:
             else:
                 for n in range(gradient.shape[0]):
                     gradient[n].copy_(sums[scheme.f[n]][i])
+
+
+class RowRecorder(Recorder):
+    """Records states [rows, dim] row by row, short rows too."""
+
+    def rows(self, state: Tensor, like: Tensor) -> Tensor:
+        return state
 
 
 def increments_of(problem: Problem, kept: Kept) -> Iterator[Increment]:
