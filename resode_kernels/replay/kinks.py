@@ -289,7 +289,7 @@ def in_checkpoint() -> bool:
     if torch.compiler.is_compiling():
         return False
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
-    return hooks is not None and hooks[0].__module__ == "torch.utils.checkpoint"
+    return hooks is not None and getattr(hooks[0], "__module__", "") == "torch.utils.checkpoint"
 
 
 @contextmanager

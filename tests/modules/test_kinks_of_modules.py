@@ -342,6 +342,16 @@ def test_backward_twice() -> None:
     assert torch.equal(first, second)
 
 
+def test_only_autograd_holds_the_sides() -> None:
+    """So hooks that move what is saved to another place free the memory."""
+    stage = stage_of(F.relu, kinks=True)
+    y = stage(state())
+    run = y.grad_fn.run
+    assert not run.sides
+    y.sum().backward()
+    assert not run.sides
+
+
 @pytest.mark.parametrize(
     ("function", "options"),
     [
