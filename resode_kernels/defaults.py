@@ -12,7 +12,7 @@ from collections.abc import Collection
 
 from .options import Measured, Options
 
-REVERSE_OPTIONS = ("backward", "reverse", "order", "anchor_every")
+REVERSE_OPTIONS = ("backward", "reverse", "order", "kinks", "anchor_every")
 """The options that decide how gradients are computed."""
 MAX_EXPECTED_ERROR = 1e-2
 """Defaults that are expected to exceed this relative gradient error are warned of."""

@@ -62,6 +62,9 @@ class StageOptions(TypedDict, total=False):
     bits          of "recorded": the bits per element of an increment, one of 2, 3, 4, 5, 6, 8
                   (default), 12 and 16; or a sequence with an entry for each step, where None
                   stores the step's state as it is
+    kinks         True: keep the sign of every argument of a relu in the forward pass, one bit each
+                  (of other functions with kinks: on which side it is), and take these pieces in the
+                  backward pass. Exact modes and functions without kinks do without
     anchor_every  k: store the states x[k], x[2k], … and restart the reconstruction at each.
                   None: store none; with backward="checkpoint": k = √depth, of modules k = 1
     stream        "float32": states are float32, or float64 like x; "input": they are of x's dtype,
@@ -76,6 +79,7 @@ class StageOptions(TypedDict, total=False):
     reverse: ReverseRule
     order: int | None
     bits: Bits
+    kinks: bool
     anchor_every: int | None
     stream: Stream
     nonfinite: NonFinite
@@ -95,6 +99,7 @@ class Options:
     reverse: ReverseRule = "refined"
     order: int | None = None
     bits: Bits = 8
+    kinks: bool = False
     anchor_every: int | None = None
     stream: Stream = "float32"
     nonfinite: NonFinite = "raise"
@@ -113,6 +118,7 @@ class Options:
             if (value := getattr(self, name)) is not None:
                 object.__setattr__(self, name, positive_int(name, value))
         object.__setattr__(self, "bits", checked_bits(self.bits))
+        flag("kinks", self.kinks)
         if self.order is not None and self.reverse == "recorded":
             raise ValueError(
                 "order does not apply to reverse='recorded', whose accuracy is set by bits: leave "
@@ -190,6 +196,7 @@ class Options:
             order=self.resolved_order,
             anchor_every=anchor_every,
             bits=bits,
+            kinks=self.kinks and reverse_rule != "exact",
             nonfinite="ignore" if reverse_rule == "exact" else self.nonfinite,
         )
 
@@ -210,13 +217,15 @@ class Method(NamedTuple):
     bits: tuple[int, ...]
     """``recorded``: the bits of the increments, one number for all steps or one for each; 0: the
     step's state is kept instead. Empty with other rules."""
+    kinks: bool
+    """Whether the forward pass keeps the linear pieces of functions with kinks (``kinks.py``)."""
     nonfinite: str
     """What to do when a reconstructed state is not finite; ``"ignore"``: do not check."""
 
     def without_keeping(self) -> Method:
         """The method of a forward pass that no reverse pass follows."""
         rule = "paper" if self.bits else self.reverse_rule
-        return self._replace(reverse_rule=rule, anchor_every=0, bits=())
+        return self._replace(reverse_rule=rule, anchor_every=0, bits=(), kinks=False)
 
     def increments(self) -> list[int]:
         """``recorded``: for each step n the bits in which its increment is recorded; 0 if the state

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from . import recording
+from .kinks import signs_shape
 from .options import Method
 
 Shape = Sequence[int]
@@ -42,6 +43,12 @@ class Kept(NamedTuple):
     """uint8: one after the other, the codes of every recorded increment (``recording.py``)."""
     scales: Tensor | None = None
     """bfloat16 [recorded increments, rows, groups of a row]"""
+    signs: Tensor | None = None
+    """uint8: which arguments u of relu were positive, in every evaluation of the forward pass. Bit
+    j of byte b of a row is u > 0 for the row's argument 8 b + j.
+    mlp: [evaluations, rows, ⌈hidden/8⌉], u = W1 x + b1.
+    conv: [evaluations, bytes], the input u of every layer, one after the other, each [images ·
+    height · width, ⌈channels/8⌉]."""
 
 
 PER_LAYER = len(ConvLayer._fields)
@@ -118,11 +125,23 @@ class Problem(NamedTuple):
         return self.method.reverse_rule == "recorded"
 
     @property
+    def keeps_signs(self) -> bool:
+        """Whether the forward pass keeps the signs of relu's arguments."""
+        method = self.method
+        return method.kinks and self.activation == "relu" and method.reverse_rule != "exact"
+
+    @property
     def anchor_count(self) -> int:
         if self.is_recorded:
             return self.method.increments().count(0)
         anchor_every = self.method.anchor_every
         return (self.method.steps - 1) // anchor_every if anchor_every else 0
+
+    @property
+    def kept_names(self) -> list[str]:
+        """The fields of ``Kept`` that the forward pass fills."""
+        recorded = ["codes", "scales"] if self.is_recorded else []
+        return ["anchors", *recorded, *(["signs"] if self.keeps_signs else [])]
 
     def kept(self, x: Shape) -> dict[str, tuple[Shape, torch.dtype | None]]:
         """The shape and the dtype of each field of ``Kept`` for a state of the shape x; None: the
@@ -130,21 +149,28 @@ class Problem(NamedTuple):
         shapes: dict[str, tuple[Shape, torch.dtype | None]] = {
             "anchors": ((self.anchor_count, *x), None)
         }
+        row = x[1]
+        rows = math.prod(x) // row if row else 0
         if self.is_recorded:
-            row = x[1]
-            rows = math.prod(x) // row if row else 0
             recorded = [bits for bits in self.method.increments() if bits]
             codes = sum(recording.code_bytes(row, bits) for bits in recorded)
             shapes["codes"] = ((rows * codes,), torch.uint8)
             shapes["scales"] = ((len(recorded), rows, recording.groups(row)), torch.bfloat16)
+        if self.keeps_signs:
+            shapes["signs"] = (self.signs(rows), torch.uint8)
         return shapes
 
+    def signs(self, rows: int) -> Shape:
+        """The shape of ``Kept.signs`` for a state of so many rows."""
+        first = self.parameters[0]
+        assert first is not None
+        conv = self.block == "conv"
+        widths = [width for width, _, _ in self.convolutions] if conv else [first.shape[1]]
+        return signs_shape(self.evaluations, rows, widths, flat=conv)
+
     def kept_of(self, tensors: Sequence[Tensor]) -> Kept:
-        """The fields that ``kept`` names, from their list."""
-        if len(tensors) == 1:
-            return Kept(tensors[0])
-        names = self.kept((0, 1)).keys()
-        return Kept(**dict(zip(names, tensors, strict=True)))
+        """The fields of ``kept_names``, from their list."""
+        return Kept(**dict(zip(self.kept_names, tensors, strict=True)))
 
     def flat(self) -> tuple[Any, ...]:
         """The fields as ``torch.library`` takes them: ``method`` is replaced by its fields."""
@@ -164,6 +190,7 @@ FLAT = len(Problem._fields) - 1 + len(Method._fields)
 """The number of values in ``Problem.flat()``."""
 _SCHEMA_TYPES: dict[Any, str] = {
     str: "str",
+    bool: "bool",
     int: "int",
     float: "float",
     tuple[Tensor | None, ...]: "Tensor?[]",

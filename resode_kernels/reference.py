@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.grad import conv2d_input, conv2d_weight
 
+from .kinks import Activation, Signs
 from .recording import Recorder
 
 # ---------------------------------------------------------------------------------------- states
@@ -82,27 +83,50 @@ class Block:
         return True
 
 
-class MLP(Block):
+class ActivatedBlock(Block):
+    """A block with an activation. ``signs`` keeps the signs of relu's arguments, or knows them."""
+
+    def __init__(self, activation: str, signs: Signs | None) -> None:
+        self.activation, self.signs = activation, signs
+
+    def activation_at(self, k: int) -> Callable[[Tensor], Activation]:
+        """A function of every argument of σ in evaluation k, in their order: σ and σ' there."""
+        activation = ACTIVATIONS[self.activation]
+        return (lambda _: activation) if self.signs is None else self.signs.at(k, activation)
+
+    def repeats(self, k: int, j: int) -> bool:
+        return k == j or self.signs is None
+
+
+class MLP(ActivatedBlock):
     """f(x) = W2 σ(W1 x + b1) + b2 for every row x of a matrix."""
 
     def __init__(
-        self, activation: str, w1: Tensor, b1: Tensor | None, w2: Tensor, b2: Tensor | None
+        self,
+        activation: str,
+        w1: Tensor,
+        b1: Tensor | None,
+        w2: Tensor,
+        b2: Tensor | None,
+        signs: Signs | None = None,
     ) -> None:
-        self.activation = activation
-        self.sigma, self.slope = ACTIVATIONS[activation]
+        super().__init__(activation, signs)
         self.w1, self.b1, self.w2, self.b2 = w1, b1, w2, b2
 
     def f(self, x: Tensor, k: int) -> Tensor:
-        return F.linear(self.sigma(F.linear(x, self.w1, self.b1)), self.w2, self.b2)
+        z = F.linear(x, self.w1, self.b1)
+        sigma, _ = self.activation_at(k)(z)
+        return F.linear(sigma(z), self.w2, self.b2)
 
     def linearize(
         self, x: Tensor, k: int, wrt_x: bool = True, value: bool = True
     ) -> tuple[Tensor | None, Pullback]:
         z = F.linear(x, self.w1, self.b1)
-        u = self.sigma(z)
+        sigma, slope = self.activation_at(k)(z)
+        u = sigma(z)
 
         def pullback(g: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
-            dz = (g @ self.w2) * self.slope(z)
+            dz = (g @ self.w2) * slope(z)
             return dz @ self.w1, (dz.T @ x, dz.sum(0), g.T @ u, g.sum(0))
 
         return F.linear(u, self.w2, self.b2) if value else None, pullback
@@ -148,7 +172,7 @@ class Function(Block):
         return y.detach(), pullback
 
 
-class Conv(Block):
+class Conv(ActivatedBlock):
     """f(x) = u_L with u_0 = x and u_l = bn_l(W_l ∗ σ(u_{l−1})).
 
     A layer is W, γ, β, mean and variance, the last four with one number per channel. A layer whose
@@ -162,9 +186,9 @@ class Conv(Block):
         epsilon: float,
         layers: Sequence[Sequence[Any]],
         statistics: Tensor | None = None,
+        signs: Signs | None = None,
     ) -> None:
-        self.activation = activation
-        self.sigma, self.slope = ACTIVATIONS[activation]
+        super().__init__(activation, signs)
         self.epsilon, self.statistics = epsilon, statistics
         # The backward pass of torch's batch norm reads γ, mean and variance without their strides
         # if images are channels-last.
@@ -174,14 +198,14 @@ class Conv(Block):
         ]
 
     def f(self, x: Tensor, k: int) -> Tensor:
-        x, trace = self.evaluate(x)
+        x, trace = self.evaluate(x, k)
         if self.statistics is not None:
             axes = (0, 2, 3)
             self.note(
                 k,
                 [
                     (z.mean(axes), z.var(axes)) if mean is None else None
-                    for (*_, mean, _), (_, z, *_) in zip(self.layers, trace, strict=True)
+                    for (*_, mean, _), (_, _, z, *_) in zip(self.layers, trace, strict=True)
                 ],
             )
         return x
@@ -197,33 +221,37 @@ class Conv(Block):
                 row[:out], row[out : 2 * out] = (moment.detach() for moment in pair)
             row = row[2 * out :]
 
-    def evaluate(self, x: Tensor) -> tuple[Tensor, list[tuple[Tensor, ...]]]:
-        """f(x), and for every layer u, z and the batch statistics that its normalization used."""
-        trace = []
+    def evaluate(self, x: Tensor, k: int) -> tuple[Tensor, list[tuple[Any, ...]]]:
+        """f(x), and for every layer u, σ and σ' there, z and the batch statistics that its
+        normalization used."""
+        trace, activation_at = [], self.activation_at(k)
         for weight, gamma, beta, mean, variance in self.layers:
-            z = F.conv2d(self.sigma(x), weight, padding="same")
+            activation = activation_at(x)
+            z = F.conv2d(activation[0](x), weight, padding="same")
             u, batch = x, mean is None
             x, *batch_statistics = torch.native_batch_norm(
                 z, gamma, beta, mean, variance, batch, 0.0, self.epsilon
             )
-            trace.append((u, z, *batch_statistics))
+            trace.append((u, activation, z, *batch_statistics))
         return x, trace
 
     def linearize(
         self, x: Tensor, k: int, wrt_x: bool = True, value: bool = True
     ) -> tuple[Tensor, Pullback]:
-        y, trace = self.evaluate(x)
+        y, trace = self.evaluate(x, k)
 
         def pullback(g: Tensor) -> tuple[Tensor, tuple[Tensor | None, ...]]:
             grads: list[Tensor | None] = []
-            for layer, (u, z, *batch) in zip(reversed(self.layers), reversed(trace), strict=True):
+            for layer, (u, (sigma, slope), z, *batch) in zip(
+                reversed(self.layers), reversed(trace), strict=True
+            ):
                 weight, gamma, _, mean, variance = layer
                 dz, d_gamma, d_beta = torch.ops.aten.native_batch_norm_backward(
                     g, z, gamma, mean, variance, *batch, mean is None, self.epsilon, [True] * 3
                 )
-                a, same = self.sigma(u), {"padding": weight.shape[-1] // 2}
+                a, same = sigma(u), {"padding": weight.shape[-1] // 2}
                 d_weight = conv2d_weight(a, weight.shape, dz, **same)
-                g = conv2d_input(a.shape, weight, dz, **same) * self.slope(u)
+                g = conv2d_input(a.shape, weight, dz, **same) * slope(u)
                 grads = [d_weight, d_gamma, d_beta, None, None, *grads]
             return g, tuple(grads)
 
@@ -243,7 +271,7 @@ def silu_slope(z: Tensor) -> Tensor:
     return s + z * s * (1 - s)
 
 
-ACTIVATIONS: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]] = {
+ACTIVATIONS: dict[str, Activation] = {
     "relu": (torch.relu, lambda z: (z > 0).to(z.dtype)),
     "tanh": (torch.tanh, lambda z: 1 - torch.tanh(z) ** 2),
     "gelu": (F.gelu, lambda z: normal_cdf(z) + z * normal_density(z)),

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from .. import recording, reference
+from ..kinks import Signs
 from ..nonfinite import Extremes
 from ..problem import PER_LAYER, Kept, Problem
 from ..recording import FusedRecorder, Increment
@@ -49,21 +50,27 @@ class EngineBackend:
         return None
 
     def scheme(
-        self, problem: Problem, dtype: torch.dtype, statistics: Tensor | None = None
+        self,
+        problem: Problem,
+        dtype: torch.dtype,
+        statistics: Tensor | None = None,
+        signs: Signs | None = None,
     ) -> reference.Scheme:
         """The problem's scheme and its blocks, for states of ``dtype``."""
 
         def given(p: Tensor | None) -> Any:
             return p.to(dtype) if p is not None and self.widens else p
 
+        kinks = {} if signs is None else {"signs": signs}
+
         def block(n: int) -> reference.Block:
             if problem.block == "conv":
                 layers = [[given(p) for p in layer] for layer in problem.layers_of(n)]
-                return self.conv(problem.activation, problem.epsilon, layers, statistics)
+                return self.conv(problem.activation, problem.epsilon, layers, statistics, **kinks)
             theta = [given(None if p is None else p[n]) for p in problem.parameters]
             if problem.block == "linear":
                 return self.linear(*theta)
-            return self.mlp(problem.activation, *theta)
+            return self.mlp(problem.activation, *theta, **kinks)
 
         count = 1 if problem.tied else problem.blocks
         blocks = [block(n) for n in range(count)] * (problem.blocks // count)
@@ -72,7 +79,8 @@ class EngineBackend:
 
     def forward(self, problem: Problem, io: ForwardIO) -> None:
         with torch.autocast(io.x.device.type, enabled=False):
-            scheme = self.scheme(problem, io.x.dtype, io.statistics)
+            signs = signs_of(io.kept, known=False)
+            scheme = self.scheme(problem, io.x.dtype, io.statistics, signs)
             if problem.is_recorded:
                 bits = problem.method.increments()
                 result, record = reference.record(scheme, io.x, bits, RECORDER)
@@ -102,7 +110,7 @@ class EngineBackend:
 
     def reverse(self, problem: Problem, io: ReverseIO) -> None:
         method, start = problem.method, io.start
-        scheme = self.scheme(problem, start.dtype)
+        scheme = self.scheme(problem, start.dtype, signs=signs_of(io.kept, known=True))
         extremes = None if io.nonfinite is None else Extremes(method.steps, start)
         watch = None if extremes is None else extremes.watch
         anchors = {(i + 1) * method.anchor_every: state for i, state in enumerate(io.kept.anchors)}
@@ -144,6 +152,10 @@ def increments_of(problem: Problem, kept: Kept) -> Iterator[Increment]:
     for bits, scales in zip(recorded, kept.scales, strict=True):
         begin, end = end, end + rows * recording.code_bytes(row, bits)
         yield Increment(kept.codes[begin:end].view(rows, -1), scales)
+
+
+def signs_of(kept: Kept, known: bool) -> Signs | None:
+    return None if kept.signs is None else Signs(kept.signs, known)
 
 
 def record_of(problem: Problem, kept: Kept) -> reference.Record:

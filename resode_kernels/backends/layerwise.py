@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .. import reference
+from ..kinks import Activation
 from ..problem import Problem
 from .contract import ReverseIO
 from .engine import EngineBackend
@@ -29,8 +30,8 @@ DEPTH_FUSED = ("mlp", "linear")
 
 def can_be_depth_fused(problem: Problem) -> bool:
     """Whether cuda and triton have depth-fused kernels for the problem. For recorded increments
-    they have none yet."""
-    return problem.block in DEPTH_FUSED and not problem.is_recorded
+    and for the signs of relu's arguments they have none yet."""
+    return problem.block in DEPTH_FUSED and not problem.is_recorded and not problem.keeps_signs
 
 
 class Normalization(NamedTuple):
@@ -64,20 +65,27 @@ class Kernels(NamedTuple):
 
 
 class MLP(reference.MLP):
-    """f(x) = W2 σ(W1 x + b1) + b2. Bias and σ take one pass over memory, and so does their VJP."""
+    """f(x) = W2 σ(W1 x + b1) + b2. Bias and σ take one pass over memory, and so does their VJP; but
+    where signs are kept, PyTorch computes both."""
 
-    def __init__(self, kernels: Kernels, *theta: Any) -> None:
-        super().__init__(*theta)
+    def __init__(self, kernels: Kernels, *theta: Any, **signs: Any) -> None:
+        super().__init__(*theta, **signs)
         self.kernels = kernels
 
     def f(self, x: Tensor, k: int) -> Tensor:
-        z = F.linear(x.to(self.w1.dtype), self.w1)
+        x = x.to(self.w1.dtype)
+        if self.signs is not None:
+            return super().f(x, k)
+        z = F.linear(x, self.w1)
         return F.linear(self.kernels.activated(z, self.b1, self.activation), self.w2, self.b2)
 
     def linearize(
         self, x: Tensor, k: int, wrt_x: bool = True, value: bool = True
     ) -> tuple[Tensor | None, reference.Pullback]:
         x = x.to(self.w1.dtype)
+        if self.signs is not None:
+            y, pullback_of_signs = super().linearize(x, k, wrt_x, value)
+            return y, lambda g: pullback_of_signs(g.to(self.w2.dtype))
         z = F.linear(x, self.w1)
         u = self.kernels.activated(z, self.b1, self.activation)
 
@@ -112,7 +120,7 @@ class Evaluated(NamedTuple):
     of_batch: bool
     """Whether z is normalized by its own mean and variance."""
     activation: str | None
-    """The activation of the next layer; None: this layer is the last."""
+    """The activation of the next layer; None: this layer is the last, or signs are kept."""
 
     def moments(self) -> tuple[Tensor, Tensor] | None:
         """Mean and unbiased variance of the batch, if z is normalized by them."""
@@ -124,60 +132,88 @@ class Evaluated(NamedTuple):
 
 class Conv(reference.Conv):
     """f(x) = u_L, u_l = bn_l(z_l), z_l = W_l ∗ σ(u_{l−1}). Between the convolutions there is one
-    pass over memory for the statistics and one for everything else. A layer stores only z; the VJP
-    computes σ(u) from it again."""
+    pass over memory for the statistics and one for everything else, but for σ where signs are kept.
+    A layer stores only z; the VJP computes σ(u) from it again."""
 
-    def __init__(self, kernels: Kernels, *arguments: Any) -> None:
-        super().__init__(*arguments)
+    def __init__(self, kernels: Kernels, *arguments: Any, **signs: Any) -> None:
+        super().__init__(*arguments, **signs)
         self.kernels = kernels
 
     def f(self, x: Tensor, k: int) -> Tensor:
         if self.statistics is None:
-            return self.forward(x)
+            return self.forward(x, k)
         moments: list[tuple[Tensor, Tensor] | None] = []
-        y = self.forward(x, lambda layer: moments.append(layer.moments()))
+        y = self.forward(x, k, lambda layer: moments.append(layer.moments()))
         self.note(k, moments)
         return y
 
-    def forward(self, x: Tensor, watch: Callable[[Evaluated], None] = lambda _: None) -> Tensor:
-        """f(x). ``watch`` is called with every layer."""
-        a = self.kernels.activated(x, None, self.activation, self.layers[0][0].dtype)
-        following = [*[self.activation] * (len(self.layers) - 1), None]
-        for (weight, gamma, beta, mean, variance), activation in zip(
-            self.layers, following, strict=True
+    def forward(
+        self,
+        x: Tensor,
+        k: int,
+        watch: Callable[[Evaluated], None] = lambda _: None,
+        watch_signs: Callable[[Activation], None] = lambda _: None,
+    ) -> Tensor:
+        """f(x). ``watch`` is called with every layer, ``watch_signs`` (where signs are kept) with σ
+        and σ' of every layer's input."""
+        of_signs, activation_at = self.signs is not None, self.activation_at(k)
+
+        def by_signs(u: Tensor) -> Tensor:
+            activation = activation_at(u)
+            watch_signs(activation)
+            return activation[0](u)
+
+        dtype = self.layers[0][0].dtype
+        if of_signs:
+            a = by_signs(x).to(dtype)
+        else:
+            a = self.kernels.activated(x, None, self.activation, dtype)
+        fused = None if of_signs else self.activation
+        following = [*[fused] * (len(self.layers) - 1), None]
+        for i, ((weight, gamma, beta, mean, variance), activation) in enumerate(
+            zip(self.layers, following, strict=True)
         ):
+            is_last = i == len(self.layers) - 1
             z, of_batch = dense(F.conv2d(a, weight, padding="same")), mean is None
             del a  # no longer needed: frees memory for the next one
             if of_batch:
                 mean, variance = self.kernels.statistics(z)
             normalization = Normalization(mean, variance, gamma, beta, self.epsilon)
             layer = Evaluated(z, normalization, of_batch, activation)
-            a = self.result(layer, z.dtype if activation else x.dtype)
+            a = self.result(layer, x.dtype if is_last else z.dtype)
+            if of_signs and not is_last:
+                a = by_signs(a)
             watch(layer)
         return a
 
     def result(self, layer: Evaluated, dtype: torch.dtype) -> Tensor:
-        """σ(u); for the last layer, u."""
+        """σ(u); u for the last layer, or where signs are kept."""
         return self.kernels.normalized(layer.z, layer.normalization, layer.activation, dtype)
 
     def linearize(
         self, x: Tensor, k: int, wrt_x: bool = True, value: bool = True
     ) -> tuple[Tensor, reference.Pullback]:
         trace: list[Evaluated] = []
-        y = self.forward(x, trace.append)
+        by_signs: list[Activation] = []
+        y = self.forward(x, k, trace.append, by_signs.append)
 
         def pullback(g: Tensor) -> tuple[Any, tuple[Tensor | None, ...]]:
             grads: list[Tensor | None] = []
             for i in reversed(range(len(trace))):
                 layer, weight = trace[i], self.layers[i][0]
                 dz, d_gamma, d_beta = self.kernels.vjp(g, *layer)
-                if i:
-                    a = self.result(trace[i - 1], weight.dtype)
+                a = self.result(trace[i - 1], weight.dtype) if i else x
+                if by_signs:
+                    sigma, slope = by_signs[i]
+                    g, d_weight = convolution_vjp(dz, sigma(a).to(weight.dtype), weight)
+                    g = g * slope(g)
                 else:
-                    a = self.kernels.activated(x, None, self.activation, weight.dtype)
-                g, d_weight = convolution_vjp(dz, a, weight)
+                    if not i:
+                        a = self.kernels.activated(x, None, self.activation, weight.dtype)
+                    g, d_weight = convolution_vjp(dz, a, weight)
                 grads = [d_weight, d_gamma, d_beta, None, None, *grads]
-            return self.kernels.slope_term(g, x, self.activation), tuple(grads)
+            gx = g if by_signs else self.kernels.slope_term(g, x, self.activation)
+            return gx, tuple(grads)
 
         return y, pullback
 

@@ -21,6 +21,8 @@ from .contract import ForwardIO, ReverseIO
 INTERFACE = 3
 """The version of the interface between Python and the compiled modules: ``kInterface`` of
 csrc/stage.h, to be raised when a signature changes."""
+KEPT = 3
+"""How many fields of ``Kept`` the kernels take, the first ones: they keep no signs yet."""
 
 
 @functools.cache
@@ -121,7 +123,8 @@ def stage_of(
 
 def forward_of(module: Any, io: ForwardIO) -> Any:
     """The struct Forward. All tensors are contiguous."""
-    return module.Forward(memory(io.x), memory(io.y), *map(memory, io.kept), memory(io.statistics))
+    kept = io.kept[:KEPT]
+    return module.Forward(memory(io.x), memory(io.y), *map(memory, kept), memory(io.statistics))
 
 
 def reverse_of(module: Any, problem: Problem, io: ReverseIO) -> Any:
@@ -131,7 +134,7 @@ def reverse_of(module: Any, problem: Problem, io: ReverseIO) -> Any:
         problem.method.reverse_rule,
         problem.method.order,
         memory(io.start),
-        *map(memory, io.kept),
+        *map(memory, io.kept[:KEPT]),
         memory(io.cotangent),
         grad_x,
         gradients,

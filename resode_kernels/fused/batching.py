@@ -92,8 +92,12 @@ class _Fold:
 
 def _is_by_row(problem: Problem, parameter_dims: Sequence[Any]) -> bool:
     """Whether the states of a batch can be rows of one call. Not if parameters differ, rows are
-    normalized together, or anchors, whose layout is the backend's, would have to be divided."""
-    if problem.anchor_count or any(dim is not None for dim in parameter_dims):
+    normalized together, or what is kept of the states would have to be divided."""
+    if (
+        problem.anchor_count
+        or problem.keeps_signs
+        or any(dim is not None for dim in parameter_dims)
+    ):
         return False
     mean = ConvLayer._fields.index("mean")
     return problem.block != "conv" or None not in problem.parameters[mean::PER_LAYER]

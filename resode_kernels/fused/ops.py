@@ -19,11 +19,11 @@ from torch import Tensor
 
 from .. import backends, nonfinite
 from ..backends.contract import ForwardIO, ReverseIO
-from ..problem import Kept, Problem, schema
+from ..problem import Problem, schema
 from . import batching, gate, validation
 
-STATES = {"forward": ("x",), "reverse": ("start", "cotangent", *Kept._fields)}
-"""The tensors among each op's arguments, before those of the problem."""
+STATES = {"forward": ("x",), "reverse": ("start", "cotangent")}
+"""Each op's states. What is kept follows them, then the parameters of the problem."""
 
 library = torch.library.Library("resode_kernels", "DEF")
 library.define(
@@ -84,7 +84,8 @@ def _reverse(
     start: Tensor, cotangent: Tensor, kept: list[Tensor], needs: Sequence[bool], *fields: Any
 ) -> list[Tensor]:
     problem = Problem.from_flat(fields[:-1])
-    gate.check((start, cotangent, *kept, *problem.parameters), STATES["reverse"], problem)
+    names = (*STATES["reverse"], *problem.kept_names)
+    gate.check((start, cotangent, *kept, *problem.parameters), names, problem)
     validation.reverse(start, cotangent, kept, needs, problem, fields[-1])
     if problem.block == "conv":
         gate.refuse_gradients_of_constants(problem, needs[1:])

@@ -39,7 +39,10 @@ def forward(x: Tensor, problem: Problem, backend: str) -> None:
             f"float32 otherwise, not {x.dtype}"
         )
     device = x.device
-    if not x.is_meta and (reason := backends.why_not(backend, device, x.dtype)) is not None:
+    reason = backends.lacks_kinks(backend, problem)
+    if not x.is_meta and reason is None:
+        reason = backends.why_not(backend, device, x.dtype)
+    if reason is not None:
         raise backends.BackendUnavailableError(f"backend={backend!r} is not available: {reason}")
     shapes = _of_images(x, problem) if block == "conv" else _of_rows(x, problem)
     first = parameters[0]
@@ -197,6 +200,8 @@ def _fields(
             f"bits must have 1 entry or one for each of {method.steps} steps, not "
             f"{len(method.bits)}"
         )
+    if method.kinks and exact:
+        raise ValueError("kinks must be False with the reverse rule 'exact'")
     if not math.isfinite(method.step):
         raise ValueError(f"step must be a finite number, not {method.step}")
     if not (math.isfinite(epsilon) and epsilon >= 0):

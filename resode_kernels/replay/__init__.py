@@ -7,6 +7,7 @@ verification.py  whether a replay computes what the forward pass did
 turns.py         threads take turns at running modules
 parameters.py    the places of parameters in modules, and stand-ins to put there
 surroundings.py  random number generators and autocast
+kinks.py         on which sides of their kinks the arguments of functions lie
 
 The forward and the reverse pass are in ``reference.py``. Stages with fused kernels take the other
 path, ``resode_kernels.fused``.

@@ -9,7 +9,7 @@ and afterwards buffers, generators and modes are as before the replay.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -21,6 +21,7 @@ from ..states import State, parts, state_like
 from ..undifferentiable import undifferentiable
 from . import verification
 from .calls import Call, RepeatedCall, described
+from .kinks import Recording, Replaying, Seen
 from .parameters import Held, Slot, frozen, is_sharded, replaced, standing_in
 from .surroundings import Surroundings
 from .turns import turns
@@ -105,22 +106,31 @@ class Evaluation(NamedTuple):
     left out: a layer that updates them does not read them."""
     held: dict[tuple[nn.Module, str], Held]
     """The buffers that it did not change."""
+    kinked: list[Seen]
+    """The calls whose arguments' sides are kept."""
 
     @property
     def repeats_any(self) -> bool:
         """Whether it depends on nothing that other evaluations change."""
-        return not self.generators and not self.buffers
+        return not self.generators and not self.buffers and not self.kinked
 
 
 class ReplayedBlock(PlainBlock):
-    """A module whose evaluations are recorded the first time and replayed from then on."""
+    """A module whose evaluations are recorded the first time and replayed from then on. ``sides``
+    is where the run keeps those of every evaluation (``replay/kinks.py``), None without kinks."""
 
     def __init__(
-        self, index: int, module: nn.Module, call: RepeatedCall, around: Surroundings, run: object
+        self,
+        index: int,
+        module: nn.Module,
+        call: RepeatedCall,
+        around: Surroundings,
+        run: object,
+        sides: dict[int, Tensor] | None = None,
     ) -> None:
         super().__init__(index, module, call)
         self.call: RepeatedCall = call
-        self.around, self.run = around, run
+        self.around, self.run, self.sides = around, run, sides
         self.evaluations: dict[int, Evaluation] = {}
         modules = list(module.modules())
         self.sharded = any(map(is_sharded, modules))
@@ -136,7 +146,7 @@ class ReplayedBlock(PlainBlock):
         """All arguments and parameters in the backward pass."""
 
     def repeats(self, k: int, j: int) -> bool:
-        return all(self.evaluations[i].repeats_any for i in (k, j))
+        return k == j or all(self.evaluations[i].repeats_any for i in (k, j))
 
     def f(self, x: State, k: int) -> Any:
         if k not in self.evaluations:
@@ -152,7 +162,9 @@ class ReplayedBlock(PlainBlock):
                 for m, key, buffer in self.buffers()
                 if not (isinstance(m, _NormBase) and m.training)
             }
-            y = super().f(x, k)
+            recording = None if self.sides is None else Recording()
+            with recording or nullcontext():
+                y = super().f(x, k)
             after = self.around.generators()
             changed = {
                 (m, key): before
@@ -163,7 +175,10 @@ class ReplayedBlock(PlainBlock):
                 {d: state for d, state in generators.items() if not torch.equal(state, after[d])},
                 changed,
                 {at: Held.of(buffer) for at, (buffer, *_) in buffers.items() if at not in changed},
+                [] if recording is None else recording.seen,
             )
+            if self.sides is not None and recording is not None and recording.seen:
+                self.sides[k] = recording.sides()
             if not self.hooked and not verification.is_verified(self.module, self.call):
                 self.call.refuse_changes()
                 verification.verify(self, x, k, y)
@@ -225,8 +240,15 @@ class ReplayedBlock(PlainBlock):
 
     @contextmanager
     def as_at(self, k: int) -> Iterator[None]:
-        with self.placed(k), self.around.restored(self.evaluations[k].generators):
+        evaluation = self.evaluations[k]
+        with self.placed(k), self.around.restored(evaluation.generators), self.replaying(k):
             yield
+
+    def replaying(self, k: int) -> AbstractContextManager[Any]:
+        """Context in which functions compute the pieces on the sides that evaluation k has kept."""
+        if self.sides is None:
+            return nullcontext()
+        return Replaying(self.evaluations[k].kinked, self.sides.get(k), self)
 
     @contextmanager
     def placed(self, k: int) -> Iterator[None]:
@@ -240,7 +262,7 @@ class ReplayedBlock(PlainBlock):
     @contextmanager
     def buffers_at(self, k: int) -> Iterator[None]:
         """Context with copies of the buffers as they were before evaluation k."""
-        _, values, held = self.evaluations[k]
+        _, values, held, _ = self.evaluations[k]
         before = {at: h.as_it_was(f"the buffer {at[1]!r} of {self}") for at, h in held.items()}
         before |= values
         now = self.buffers()

@@ -11,6 +11,7 @@ parameters.)
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -24,6 +25,7 @@ from ..uncompiled import uncompiled
 from ..undifferentiable import undifferentiable
 from .blocks import PlainBlock, ReplayedBlock
 from .calls import Call, RepeatedCall, out_of_inference
+from .kinks import unseen
 from .parameters import Slot, is_sharded, stand_ins_for, trainable
 from .surroundings import Surroundings, uncached_parametrizations
 from .turns import turns
@@ -55,10 +57,12 @@ class Run:
         self.kind = state_like(x, [None for _ in parts(x)])
         around = Surroundings(x)
         outermost = turns.run() or self  # if a block of another stage runs this one, that stage's
+        self.sides: dict[int, Tensor] | None = {} if method.kinks else None
+        """What is kept of each evaluation's kinks, while a pass is under way."""
         distinct: dict[nn.Module, ReplayedBlock] = {}
         for n, module in enumerate(modules):
             if module not in distinct:
-                distinct[module] = ReplayedBlock(n, module, call, around, outermost)
+                distinct[module] = ReplayedBlock(n, module, call, around, outermost, self.sides)
         self.blocks = [distinct[module] for module in modules]
         self.slots = {distinct[module]: places for module, places in slots.items()}
         self.scheme = reference.SCHEMES[method.scheme](self.blocks, method.step, combine)
@@ -119,6 +123,7 @@ class Run:
         self,
         start: Any,
         record: reference.Record,
+        sides: dict[int, Tensor],
         arguments: Sequence[Tensor],
         parameters: Sequence[Tensor],
         cotangent: Any,
@@ -170,10 +175,14 @@ class Run:
                 *end,
                 watch,
             )
+        if self.sides is not None:
+            self.sides.update(sides)
         try:
             with self.call.filled(aliases):
                 g = reference.reverse(pullbacks, cotangent, add)
         finally:
+            if self.sides is not None:
+                self.sides.clear()
             for block in self.slots:
                 block.inputs, block.leaves, block.stand_ins = [], [], []
         if extremes is not None:
@@ -185,7 +194,7 @@ class Run:
 
 class Layout(NamedTuple):
     """The order of the tensors that the Function saves in front of arguments and parameters: where
-    the reverse pass starts, kept states, increments."""
+    the reverse pass starts, kept states, increments, sides of kinks."""
 
     width: int
     """The number of tensors of a state."""
@@ -195,29 +204,39 @@ class Layout(NamedTuple):
     """The steps whose states are kept."""
     recorded: list[int]
     """The steps whose increments are recorded."""
+    kinked: list[int]
+    """The evaluations that have kept sides of kinks."""
 
     @property
     def of_states(self) -> int:
         return self.start + self.width * len(self.kept)
 
     @property
-    def tensors(self) -> int:
+    def of_increments(self) -> int:
         return self.of_states + len(Increment._fields) * self.width * len(self.recorded)
+
+    @property
+    def tensors(self) -> int:
+        return self.of_increments + len(self.kinked)
 
     def states(self, saved: Sequence[Tensor]) -> list[Sequence[Tensor]]:
         return [saved[i : i + self.width] for i in range(0, self.of_states, self.width)]
 
     def increments(self, saved: Sequence[Tensor]) -> list[tuple[Increment, ...]]:
-        fields = saved[self.of_states : self.tensors]
+        fields = saved[self.of_states : self.of_increments]
         each = [Increment(*fields[i : i + 2]) for i in range(0, len(fields), 2)]
         return [tuple(each[i : i + self.width]) for i in range(0, len(each), self.width)]
 
+    def sides(self, saved: Sequence[Tensor]) -> dict[int, Tensor]:
+        return dict(zip(self.kinked, saved[self.of_increments : self.tensors], strict=True))
 
-def flat(record: reference.Record) -> list[Tensor]:
-    """The tensors of a record in the order of ``Layout``."""
+
+def flat(record: reference.Record, sides: dict[int, Tensor]) -> list[Tensor]:
+    """The tensors in the order of ``Layout``."""
     return [
         *(part for state in record.kept.values() for part in parts(state)),
         *(t for increments in record.increments.values() for i in increments for t in i),
+        *sides.values(),
     ]
 
 
@@ -230,9 +249,13 @@ class ResidualFunction(torch.autograd.Function):
         # kept, the others reconstruct from x[N].
         rule = run.method.reverse_rule
         start = {"exact": states, "recorded": ()}.get(rule, parts(y))
-        layout = Layout(len(states), len(start), list(record.kept), list(record.increments))
+        sides = run.sides or {}
+        layout = Layout(
+            len(states), len(start), list(record.kept), list(record.increments), list(sides)
+        )
         ctx.run, ctx.layout = run, layout
-        ctx.save_for_backward(*start, *flat(record), *arguments, *parameters)
+        ctx.save_for_backward(*start, *flat(record, sides), *arguments, *parameters)
+        sides.clear()
         ctx.dtypes = [t.dtype for t in tensors]
         return state_like(
             y, [part.to(dtype) for part, dtype in zip(parts(y), ctx.dtypes, strict=False)]
@@ -259,6 +282,7 @@ class ResidualFunction(torch.autograd.Function):
             gradients: list[Tensor | None] = run.backward(
                 start,
                 record,
+                layout.sides(saved),
                 arguments,
                 parameters,
                 in_stream(state_like(run.kind, cotangents), run.stream),
@@ -291,7 +315,11 @@ def run(
     kept."""
     grad = torch.is_grad_enabled()
     # Inference mode is left, because in-place changes of tensors cannot be detected in it.
-    with torch.inference_mode(False), torch.set_grad_enabled(grad):
+    with (
+        torch.inference_mode(False),
+        torch.set_grad_enabled(grad),
+        nullcontext() if stored else unseen(),
+    ):
         x = state_like(x, [out_of_inference(t) for t in parts(x)])
         transformed = transforms.may_apply() or transforms.are_traced(parts(x))
         plainly = transformed or (grad and stored)

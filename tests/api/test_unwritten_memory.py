@@ -6,7 +6,16 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import BLOCKS, RULES, make_conv_stage, make_stage, name, problem_of
+from helpers import (
+    BLOCKS,
+    RECORDED,
+    RULES,
+    make_conv_stage,
+    make_stage,
+    name,
+    problem_of,
+    start_of,
+)
 
 import resode_kernels as rk
 from resode_kernels.fused import ops
@@ -62,7 +71,7 @@ def check(problem: Problem, x: torch.Tensor, backend: str) -> None:
 
 @pytest.mark.parametrize("rows", [0, 3])
 @pytest.mark.parametrize("options", SHAPES, ids=name)
-@pytest.mark.parametrize("rule", RULES, ids=name)
+@pytest.mark.parametrize("rule", [*RULES, *RECORDED], ids=name)
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("kind", ["tanh", "linear"])
 def test_row_wise_blocks(

@@ -196,6 +196,8 @@ def fused_cases(draw: st.DrawFn) -> Case:
     options |= {"scheme": draw(schemes), "backend": draw(some(BACKENDS))}
     if draw(st.integers(0, 9)) == 9:
         options["stream"] = "input"
+    if options["backend"] != "cpp":  # which has none yet
+        options["kinks"] = draw(st.booleans())
     dtype = draw(some(list(DTYPES)))
     network = Fused(
         kind=draw(some(["mlp", "mlp", "linear", "basic", "bottleneck"])),
@@ -241,6 +243,8 @@ def module_cases(draw: st.DrawFn) -> Case:
     swapped = (
         wrapper in TRANSFORMS or wrapper == "functional_call"
     )  # torch unties shared layers there
+    if network.kind != "checkpoint inside":  # which is refused with kinks
+        options["kinks"] = draw(st.booleans())
     if network.kind == "pair" or swapped:
         network = replace(network, shared=False)
     if network.kind == "checkpoint inside" and (
