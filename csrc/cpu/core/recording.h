@@ -1,7 +1,7 @@
 // Recorded increments: rounding to a few bits. resode_kernels/recording.py is the specification.
 //
-// A row of a state is cut into groups of 32 elements, the last of which may be shorter. An increment
-// v is rounded group by group, in b bits an element:
+// A row of a state is cut into groups of 32 elements, the last of which may be shorter. An
+// increment v is rounded group by group, in b bits an element:
 //
 //     w = R v,   s = max |w| rounded up to bfloat16,   u = c s,   q = round(w/u − shift),
 //     Q(v) = R (q + shift) u
@@ -188,8 +188,8 @@ RESODE_INLINE void narrow_lanes(const V (&codes)[kGroupVectors<T>], uint64_t* oc
   }
 }
 
-// Vector i of a group from its octets. (Of __builtin_convertvector compilers make an instruction for
-// every lane.)
+// Vector i of a group from its octets. (Of __builtin_convertvector compilers make an instruction
+// for every lane.)
 template <class T>
 RESODE_INLINE typename SignedOf<T>::Vec widened(const uint64_t* octets, int i) {
   using V = typename SignedOf<T>::Vec;
@@ -198,8 +198,8 @@ RESODE_INLINE typename SignedOf<T>::Vec widened(const uint64_t* octets, int i) {
     return V(_mm512_maskz_cvtepu8_epi32(
         kAllLanes, _mm_set_epi64x(int64_t(octets[2 * i + 1]), int64_t(octets[2 * i]))));
   else
-    return V(_mm512_maskz_cvtepu8_epi64(__mmask8(kAllLanes),
-                                        _mm_cvtsi64_si128(int64_t(octets[i]))));
+    return V(
+        _mm512_maskz_cvtepu8_epi64(__mmask8(kAllLanes), _mm_cvtsi64_si128(int64_t(octets[i]))));
 #elif defined(__AVX2__)
   if constexpr (sizeof(T) == 4)
     return V(_mm256_cvtepu8_epi32(_mm_cvtsi64_si128(int64_t(octets[i]))));
@@ -246,7 +246,10 @@ RESODE_INLINE uint64_t get(const uint8_t* from) {
 
 // The fields of a code of `Bits` bits, as recording.FIELDS: two of them if there is no one width.
 template <int Bits>
-constexpr int kFirst = Bits == 3 ? 2 : Bits == 5 || Bits == 6 ? 4 : Bits > 8 ? 8 : Bits;
+constexpr int kFirst = Bits == 3                ? 2
+                       : Bits == 5 || Bits == 6 ? 4
+                       : Bits > 8               ? 8
+                                                : Bits;
 
 template <int Bits>
 RESODE_INLINE void pack_codes(const Codes& codes, uint8_t* to, int octets) {
@@ -276,7 +279,8 @@ RESODE_INLINE void unpack_codes(Codes& codes, const uint8_t* from, int octets) {
 
 // ---------------------------------------------------------------------------------- whole groups
 
-// Rounds v: the codes to `codes`, the scale to `scale`; v becomes Q(v). `whole`: it is a group of 32.
+// Rounds v: the codes to `codes`, the scale to `scale`; v becomes Q(v). `whole`: it is a group
+// of 32.
 template <int Bits, class T>
 RESODE_INLINE void round_group(Group<T>& v, bool whole, Codes& codes, uint16_t& scale) {
   using L = Levels<Bits>;
@@ -374,28 +378,30 @@ template <class Place>
 void record(Place x, Place estimate, Place moved, Recorded to, int bits, Share of) {
   using T = std::remove_reference_t<decltype(*x.at(0, 0))>;
   with_bits(bits, [&](auto b) {
-    for_each_group<b.value>(x, to, of, [=](int64_t r, int64_t column, auto elements,
-                                           uint8_t* codes, uint16_t& scale) RESODE_ALWAYS {
-      constexpr bool kWhole = !std::is_same_v<decltype(elements), int>;
-      Group<T> v{};
+    for_each_group<b.value>(
+        x, to, of,
+        [=](int64_t r, int64_t column, auto elements, uint8_t* codes, uint16_t& scale)
+            RESODE_ALWAYS {
+              constexpr bool kWhole = !std::is_same_v<decltype(elements), int>;
+              Group<T> v{};
 #pragma GCC unroll 16
-      for (int i = 0; i < kGroupVectors<T>; ++i) {
-        const int64_t e = i * kLanes<T>;
-        if (!kWhole && e >= elements) break;
-        v.v[i] = load_some(x.at(r, column + e), elements - e) -
-                 load_some(estimate.at(r, column + e), elements - e);
-      }
-      Codes packed;
-      round_group<b.value>(v, kWhole, packed, scale);
-      pack_codes<b.value>(packed, codes, (elements + kOctet - 1) / kOctet);
+              for (int i = 0; i < kGroupVectors<T>; ++i) {
+                const int64_t e = i * kLanes<T>;
+                if (!kWhole && e >= elements) break;
+                v.v[i] = load_some(x.at(r, column + e), elements - e) -
+                         load_some(estimate.at(r, column + e), elements - e);
+              }
+              Codes packed;
+              round_group<b.value>(v, kWhole, packed, scale);
+              pack_codes<b.value>(packed, codes, (elements + kOctet - 1) / kOctet);
 #pragma GCC unroll 16
-      for (int i = 0; i < kGroupVectors<T>; ++i) {
-        const int64_t e = i * kLanes<T>;
-        if (!kWhole && e >= elements) break;
-        store_some(moved.at(r, column + e), elements - e,
-                   load_some(estimate.at(r, column + e), elements - e) + v.v[i]);
-      }
-    });
+              for (int i = 0; i < kGroupVectors<T>; ++i) {
+                const int64_t e = i * kLanes<T>;
+                if (!kWhole && e >= elements) break;
+                store_some(moved.at(r, column + e), elements - e,
+                           load_some(estimate.at(r, column + e), elements - e) + v.v[i]);
+              }
+            });
   });
 }
 
@@ -404,20 +410,22 @@ template <class Place>
 void undo(Place estimate, Place moved, Recorded from, int bits, Share of) {
   using T = std::remove_reference_t<decltype(*estimate.at(0, 0))>;
   with_bits(bits, [&](auto b) {
-    for_each_group<b.value>(estimate, from, of, [=](int64_t r, int64_t column, auto elements,
-                                                    uint8_t* codes, uint16_t& scale) RESODE_ALWAYS {
-      constexpr bool kWhole = !std::is_same_v<decltype(elements), int>;
-      Codes packed;
-      unpack_codes<b.value>(packed, codes, (elements + kOctet - 1) / kOctet);
-      const Group<T> v = restored<b.value, T>(packed, scale, kWhole);
+    for_each_group<b.value>(
+        estimate, from, of,
+        [=](int64_t r, int64_t column, auto elements, uint8_t* codes, uint16_t& scale)
+            RESODE_ALWAYS {
+              constexpr bool kWhole = !std::is_same_v<decltype(elements), int>;
+              Codes packed;
+              unpack_codes<b.value>(packed, codes, (elements + kOctet - 1) / kOctet);
+              const Group<T> v = restored<b.value, T>(packed, scale, kWhole);
 #pragma GCC unroll 16
-      for (int i = 0; i < kGroupVectors<T>; ++i) {
-        const int64_t e = i * kLanes<T>;
-        if (!kWhole && e >= elements) break;
-        store_some(moved.at(r, column + e), elements - e,
-                   load_some(estimate.at(r, column + e), elements - e) - v.v[i]);
-      }
-    });
+              for (int i = 0; i < kGroupVectors<T>; ++i) {
+                const int64_t e = i * kLanes<T>;
+                if (!kWhole && e >= elements) break;
+                store_some(moved.at(r, column + e), elements - e,
+                           load_some(estimate.at(r, column + e), elements - e) - v.v[i]);
+              }
+            });
   });
 }
 
