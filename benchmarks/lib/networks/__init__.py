@@ -4,7 +4,8 @@ PyTorch loop, and the training steps of both.
 config.py         what a network and its batch are
 names.py          the names of the ways to train
 network.py        what all networks have in common
-training.py       their training steps; plain_adjoint.py: the paper's rule in plain PyTorch
+training.py       their training steps; plain_adjoint.py: the paper's rule in plain PyTorch;
+                  kept_states.py: states kept in a low precision
 mlp.py            MLP and linear stages
 conv.py           convolutional stages
 modules.py        stages of modules; transformer.py: transformer blocks
@@ -16,6 +17,7 @@ from .config import WEIGHTS, Config
 from .conv import BottleneckNetwork, ConvModulesNetwork, ConvNetwork
 from .mlp import LinearNetwork, MLPNetwork, StackedNetwork
 from .names import (
+    BFLOAT16_STATES,
     CHANNELS_LAST,
     CHECKPOINT,
     COMPILED,
@@ -30,6 +32,7 @@ from .plain_adjoint import parameters_of
 from .transformer import TransformerBlock, TransformerNetwork
 
 __all__ = [
+    "BFLOAT16_STATES",
     "CHANNELS_LAST",
     "CHECKPOINT",
     "COMPILED",
