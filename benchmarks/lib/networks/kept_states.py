@@ -30,8 +30,8 @@ class Quantised:
     """Keeps a state in some bits an element, by the quantiser of the rule ``recorded``. Rounding is
     then relative to the largest element of a group of the state, not of the increment."""
 
-    def __init__(self, bits: int, by_pixel: bool = False) -> None:
-        self.bits, self.recorder = bits, Recorder(by_pixel)
+    def __init__(self, bits: int) -> None:
+        self.bits, self.recorder = bits, Recorder()
 
     def pack(self, x: Tensor) -> Kept:
         return tuple(self.recorder.encode(x, self.zeros(x), self.bits))
