@@ -114,10 +114,10 @@ def trained(name: str, seed: int, steps: int) -> Case:
     return Case(network.stage, x, Objective(network, targets), network.relu)
 
 
-def pretrained(seed: int) -> Case:
+def pretrained(seed: int, pairs: int = BATCH) -> Case:
     network = minilm.MiniLM()
     with torch.no_grad():
-        x = network.stem(minilm.sentence_pairs(BATCH, seed))
+        x = network.stem(minilm.sentence_pairs(pairs, seed))
     return Case(network.stage, x, Contrastive())
 
 
