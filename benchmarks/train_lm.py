@@ -204,7 +204,7 @@ def plot(points: Sequence[Point], path: Path) -> None:
         right.plot([place] * len(mine), mine, "o", color=COLOUR[way], markersize=5, alpha=0.6)
         right.plot(place, statistics.mean(mine), "_", color=COLOUR[way], markersize=30, mew=3)
     right.set(title="At the end: every seed, and the mean", xlim=(-0.6, len(ways) - 0.4))
-    right.set_xticks(range(len(ways)), [way.replace(" ", "\n") for way in ways])
+    right.set_xticks(range(len(ways)), [way.replace(" ", "\n", 1) for way in ways])
     if exact_losses:
         right.legend(frameon=False, loc="upper left")
         low, high = right.get_ylim()

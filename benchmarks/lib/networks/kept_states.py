@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from resode_kernels.recording import Increment, Recorder
+from resode_kernels.recording import Increment, Recorder, decode, encode
 
 from .plain_adjoint import Block, parameters_of
 
@@ -31,18 +31,20 @@ class Quantised:
     then relative to the largest element of a group of the state, not of the increment."""
 
     def __init__(self, bits: int) -> None:
-        self.bits, self.recorder = bits, Recorder()
+        self.bits = bits
 
     def pack(self, x: Tensor) -> Kept:
-        return tuple(self.recorder.encode(x, self.zeros(x), self.bits))
+        return tuple(encode(self.rows(x), self.bits))
 
     def unpack(self, kept: Kept, like: Tensor) -> Tensor:
-        return -self.recorder.undo(self.zeros(like), (Increment(*kept),), self.bits)
+        row = self.rows(like).shape[1]
+        return decode(Increment(*kept), self.bits, row, like.dtype).reshape(like.shape)
 
     @staticmethod
-    def zeros(like: Tensor) -> Tensor:
-        """Contiguous, however ``like`` lies in memory."""
-        return torch.zeros(like.shape, dtype=like.dtype, device=like.device)
+    def rows(x: Tensor) -> Tensor:
+        """Contiguous, however x lies in memory."""
+        x = x.contiguous()
+        return Recorder().rows(x, like=x)
 
 
 Keep = Bfloat16 | Quantised
