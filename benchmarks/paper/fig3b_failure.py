@@ -273,6 +273,11 @@ def draw(runs: Runs) -> Any:
         3, "23 bottleneck blocks: the paper's rule falls behind, recorded increments do not"
     )
     for panel, step in zip(axes, STEPS, strict=False):
+        seeds = list(zip(*(smooth(r.losses) for r in runs[step, "exact"]), strict=True))
+        panel.fill_between(
+            range(len(seeds)), list(map(min, seeds)), list(map(max, seeds)),
+            color=COLOURS["exact"], alpha=0.12, linewidth=0, label="exact backprop, all seeds",
+        )  # fmt: skip
         for way in WAYS:
             losses = smooth(median_curve([r.losses for r in runs[step, way]]))
             label = f"tuned: {runs[step, way][0].setting}" if way == "tuned" else LABELS[way]

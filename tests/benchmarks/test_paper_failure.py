@@ -34,10 +34,11 @@ def test_tuning_keeps_the_bound_where_the_papers_rule_does_not() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(not KINKS, reason="stages have no option kinks")
 def test_recorded_increments_train_the_network_that_the_papers_rule_cannot() -> None:
     exact, recorded = (failure.train_one(job("classical", way)) for way in ("exact", "recorded"))
     assert exact.losses[0] == pytest.approx(recorded.losses[0], rel=1e-4)
-    assert 0 < recorded.gradient_errors[0].error < (0.02 if KINKS else 0.3)
+    assert 0 < recorded.gradient_errors[0].error < 0.02
     assert recorded.failed is None
 
 

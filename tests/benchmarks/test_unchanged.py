@@ -79,6 +79,16 @@ def test_more_bits_are_more_precise(name: str) -> None:
     assert found[-1] < found[0] / 10
 
 
+@pytest.mark.skipif(not unchanged.KINKS, reason="stages have no option kinks")
+@pytest.mark.parametrize("activation", ["pre", "post"])
+def test_remembered_kinks_make_residual_networks_precise(activation: str) -> None:
+    case = unchanged.initial(f"ResNet, {activation}-activation, 23 blocks", seed=0)
+    eight = setting("recorded", 8)
+    forgotten, remembered = unchanged.errors(case, [(eight, False), (eight, True)]).values()
+    assert remembered <= 5e-3
+    assert forgotten > 0.1
+
+
 def test_all_settings_apply_to_every_network(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [one for one, _ in unchanged.settings(relu=False)] == list(SETTINGS)
     assert not any(kinks for _, kinks in unchanged.settings(relu=False))
