@@ -342,6 +342,26 @@ def test_lines_come_while_an_item_takes_long_and_not_too_often(
     ]
 
 
+def in_two_parts(x: int) -> int:
+    for _ in range(2):
+        jobs.part_done()
+    return 2 * x
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize(("parts", "last"), [(0, "3 of 3 trainings"), (2, "6 of 6 parts")])
+def test_jobs_side_by_side_say_how_many_or_which_parts_are_done(
+    workers: int, parts: int, last: str, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    monkeypatch.setattr(jobs, "WORKERS", workers)
+    monkeypatch.setattr(progress, "EVERY", 0.0)
+    function, unit = (in_two_parts, "part") if parts else (abs, "training")
+    found = list(jobs.side_by_side(function, [1, 2, 3], unit=unit, parts=parts))
+    assert found == [(x, (2 if parts else 1) * x) for x in (1, 2, 3)]
+    assert capsys.readouterr().err.splitlines()[-1].startswith(last)
+
+
 @pytest.mark.parametrize(
     ("seconds", "text"),
     [(8.4, "8 s"), (59.9, "1 min"), (130, "2 min 10 s"), (1000, "17 min"), (4800, "1 h 20 min")],
