@@ -16,7 +16,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "lib"))
 
 import torch
 from jobs import side_by_side
-from kinks import KINKS
 from networks import minilm
 from networks.gpt import ByteGPT
 from networks.kept_states import Bfloat16, Quantised, kept_states
@@ -157,7 +156,7 @@ def settings(relu: bool) -> Iterator[tuple[Setting, bool]]:
     """Each, and whether kinks are remembered."""
     for setting in SETTINGS:
         yield setting, False
-    if relu and KINKS:
+    if relu:
         for setting in SETTINGS:
             if setting.options:
                 yield setting, True
@@ -186,7 +185,7 @@ def options(setting: Setting | None, kinks: bool) -> dict[str, Any]:
     """Of the stage."""
     if setting is None or setting.autocast:
         return {"backward": "stored"}
-    remembered = KINKS if kinks else {}
+    remembered = {"kinks": True} if kinks else {}
     return {"backward": "adjoint", "nonfinite": "ignore", **setting.options, **remembered}
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import fig3b_failure as failure
 import pytest
-from kinks import KINKS
 from trainer import Recipe
 
 from resode_kernels.diagnostics import Observation
@@ -34,7 +33,6 @@ def test_tuning_keeps_the_bound_where_the_papers_rule_does_not() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not KINKS, reason="stages have no option kinks")
 def test_recorded_increments_train_the_network_that_the_papers_rule_cannot() -> None:
     exact, recorded = (failure.train_one(job("classical", way)) for way in ("exact", "recorded"))
     assert exact.losses[0] == pytest.approx(recorded.losses[0], rel=1e-4)

@@ -79,7 +79,6 @@ def test_more_bits_are_more_precise(name: str) -> None:
     assert found[-1] < found[0] / 10
 
 
-@pytest.mark.skipif(not unchanged.KINKS, reason="stages have no option kinks")
 @pytest.mark.parametrize("activation", ["pre", "post"])
 def test_remembered_kinks_make_residual_networks_precise(activation: str) -> None:
     case = unchanged.initial(f"ResNet, {activation}-activation, 23 blocks", seed=0)
@@ -89,10 +88,9 @@ def test_remembered_kinks_make_residual_networks_precise(activation: str) -> Non
     assert forgotten > 0.1
 
 
-def test_all_settings_apply_to_every_network(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_settings_apply_to_every_network() -> None:
     assert [one for one, _ in unchanged.settings(relu=False)] == list(SETTINGS)
     assert not any(kinks for _, kinks in unchanged.settings(relu=False))
-    monkeypatch.setattr(unchanged, "KINKS", {"kinks": True})
     remembered = [one for one, kinks in unchanged.settings(relu=True) if kinks]
     assert remembered == [one for one in SETTINGS if one.options]
     assert unchanged.options(setting("paper"), kinks=True)["kinks"]
