@@ -149,10 +149,11 @@ class Recorder:
 
     by_pixel  the states are images [images, channels, height, width], and a row is the channels of
               a pixel. It is so as well for images that lie channels-last in memory
+    by_row    a row is the last dimension, however short
     """
 
-    def __init__(self, by_pixel: bool = False) -> None:
-        self.by_pixel = by_pixel
+    def __init__(self, by_pixel: bool = False, by_row: bool = False) -> None:
+        self.by_pixel, self.by_row = by_pixel, by_row
 
     def estimate(self, x: Any) -> Any:
         """x̂[n] = x[n], in float32 at least."""
@@ -187,6 +188,8 @@ class Recorder:
         """A tensor as [rows, row], laid out as ``like`` is."""
         if self.is_by_pixel(like):
             return state.permute(0, 2, 3, 1).reshape(-1, state.shape[1])
+        if self.by_row:
+            return state.reshape(-1, state.shape[-1])
         row, dim = 1, state.dim()
         while dim > 0 and row < GROUP:
             dim -= 1

@@ -87,7 +87,8 @@ class EngineBackend:
             place.copy_(state)
 
     def recorder(self, problem: Problem) -> Recorder:
-        return Recorder(by_pixel=problem.block == "conv")
+        images = problem.block == "conv"
+        return Recorder(by_pixel=images, by_row=not images)
 
     def differentiable(self, problem: Problem, x: Tensor) -> tuple[Tensor, Tensor]:
         """x[N] in x's dtype and the batch statistics, by operations that autograd and forward-mode
@@ -150,9 +151,7 @@ def record_of(problem: Problem, kept: Kept) -> reference.Record:
     bits = problem.method.increments()
     steps = range(len(bits))
     states = dict(zip((n for n in steps if not bits[n]), kept.anchors, strict=True))
-    increments = zip(
-        (n for n in steps if bits[n]), increments_of(problem, kept), strict=True
-    )
+    increments = zip((n for n in steps if bits[n]), increments_of(problem, kept), strict=True)
     return reference.Record(bits, states, {n: (increment,) for n, increment in increments})
 
 
