@@ -43,7 +43,9 @@ class Difference(reference.Block):
     def f(self, x: Any, k: int) -> Any:
         return minus(*(block.f(x, k) for block in self.pair))
 
-    def linearize(self, x: Any, k: int, wrt_x: bool = True) -> tuple[Any, reference.Pullback]:
+    def linearize(
+        self, x: Any, k: int, wrt_x: bool = True, value: bool = True
+    ) -> tuple[Any, reference.Pullback]:
         (y, back), (z, back_z) = (block.linearize(x, k, wrt_x) for block in self.pair)
         return minus(y, z), lambda g: (minus(back(g)[0], back_z(g)[0]), ())
 

@@ -6,12 +6,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from ..options import ORDERS
 from .choice import MARGIN, NEARBY
 from .constants import Constants
 from .gradients import GradientError
 from .settings import CHECKPOINT, STORED, Measurement, Setting
 from .trajectory import Layer
+from .yardsticks import Yardsticks
 
 WORST = 5
 """The number of parameters that the text names."""
@@ -53,6 +53,8 @@ class Report:
     """The errors of all parameters of block n together; tied: of the one block."""
     constants: Constants | None
     bound: Bound | None
+    yardsticks: Yardsticks
+    """Errors that training has anyway, to compare those of the settings with."""
     settings: list[Measurement]
     not_measured: list[Setting]
     max_gradient_error: float
@@ -85,7 +87,7 @@ class Report:
                 f"Set it by {self.name}.configure(backward='checkpoint', anchor_every=None)."
             )
         other = self.of(CHECKPOINT)
-        options = ", ".join(f"{key}={value!r}" for key, value in best.setting._asdict().items())
+        options = ", ".join(f"{key}={value!r}" for key, value in best.setting.options.items())
         return (
             f"Recommended: {best.setting}. Its gradient error is {best.error:.1e}, below {limit} "
             f"with a margin of {MARGIN:g}. It takes {best.seconds / other.seconds:.2f} × the time "
@@ -133,6 +135,8 @@ class Report:
                 *self._findings(),
                 "",
                 *self._table(),
+                "",
+                *self.yardsticks.lines(),
                 *self.missing(),
                 "",
                 self.recommendation,
@@ -241,11 +245,10 @@ class Report:
         """All settings that were to be measured: lines of the table by rule and order."""
         every = [*(m.setting for m in self.settings), *self.not_measured]
         exact = [setting for setting in every if setting.backward != "adjoint"]
-        rules = list(ORDERS)
         return [
             *sorted(
                 (setting for setting in every if setting.backward == "adjoint"),
-                key=lambda s: (rules.index(s.reverse), s.order or ORDERS[s.reverse].default),
+                key=lambda setting: setting.rank,
             ),
             *exact,
         ]
@@ -259,6 +262,7 @@ class Report:
         """What the report lacks because there was no time for it."""
         parts = [
             *([f"{len(self.not_measured)} settings (–)"] if self.not_measured else []),
+            *self.yardsticks.missing(),
             *(["times after a first run"] if self.of(CHECKPOINT).runs == 1 else []),
             *(["errors of the states"] if self.layers is None else []),
             *(["constants of the paper's theory"] if self.constants is None else []),
@@ -272,7 +276,7 @@ class Report:
 def _plain(m: Measurement) -> dict[str, Any]:
     return {
         "setting": str(m.setting),
-        "options": m.setting._asdict(),
+        "options": m.setting.options,
         "gradient_error": m.gradient.error,
         "gradient_cosine": m.gradient.cosine,
         "input_error": m.input.error,

@@ -191,7 +191,7 @@ def _diagnose(
         if isinstance(stage, Stage):
             probe = Probe(stage, *stage_input(x, args, kwargs))
             refuse_sharded(stage)
-            examination = Examination(probe, loss, settings, budget)
+            examination = Examination(probe, loss, settings, budget, has_loss=loss is not None)
             best = examination.recommend(max_gradient_error, budget.part(0.6))
             examination.study(budget)
             return examination.report(best, max_gradient_error, seconds)
