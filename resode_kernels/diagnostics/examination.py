@@ -8,6 +8,7 @@ from torch import Tensor
 
 from ..states import parts
 from . import constants, yardsticks
+from .allocation import Allocator
 from .budget import Budget
 from .choice import Choice
 from .constants import Constants
@@ -68,7 +69,9 @@ class Examination:
             self.measurer, has_loss=has_loss, budget=budget.part(0.5)
         )
         self.measurer.repeat(budget.part(0.25))
-        self.choice = Choice(probe, loss, self.measurer.measurements(self.settings))
+        allocator = Allocator(self.measurer) if settings is None else None
+        measured = self.measurer.measurements(self.settings)
+        self.choice = Choice(probe, loss, measured, allocator)
         self.layers: list[Layer] | None = None
         self.paper: list[Layer] | None = None
         self.constants: Constants | None = None

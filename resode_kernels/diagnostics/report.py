@@ -199,7 +199,7 @@ class Report:
         ]
 
     def _table(self) -> list[str]:
-        """One line per rule and order: gradient error and memory for every distance of anchors."""
+        """One line per rule and order or bits: gradient error and memory for every distance of anchors."""
         unit = self.of(CHECKPOINT).seconds
         settings = self._in_order()
         spacings = [
@@ -208,15 +208,15 @@ class Report:
         ]
         lines: dict[Setting, dict[int | None, str]] = {}
         for setting in settings:
-            lines.setdefault(setting.work, {})[setting.anchor_every] = f"{'–':>8}{'–':>10}"
+            lines.setdefault(setting.line, {})[setting.anchor_every] = f"{'–':>8}{'–':>10}"
         times: dict[Setting, float] = {}
         for m in self.settings:
             error = "exact" if m.setting in (CHECKPOINT, STORED) else f"{m.error:.1e}"
             mark = "*" if m is self.recommended else " "
             cell = f"{error:>8}{mark}{megabytes(m.memory):>9}"
-            lines[m.setting.work][m.setting.anchor_every] = cell
+            lines[m.setting.line][m.setting.anchor_every] = cell
             times[m.setting.work] = m.seconds
-        width = max(len(str(work)) for work in lines)
+        width = max(len(str(line)) for line in lines)
         heads = ["no anchors", *(f"anchors every {k}" for k in spacings[1:])]
         columns = "  ".join([f"{'error':>8} {'memory':>9}"] * len(heads))
         nearby = "its error covers nearby inputs as well"
@@ -227,13 +227,13 @@ class Report:
             f"{'':<{width}}  {'  '.join(f'{head:>18}' for head in heads)}",
             f"{'setting':<{width}}  {columns}  {'time/step':>11}  vs checkpoint",
             *(
-                f"{work!s:<{width}}  {'  '.join(cells.get(k, ' ' * 18) for k in spacings)}"
+                f"{line!s:<{width}}  {'  '.join(cells.get(k, ' ' * 18) for k in spacings)}"
                 + (
-                    f"  {1e3 * times[work]:>8,.1f} ms  {times[work] / unit:>11.2f} ×"
-                    if work in times
+                    f"  {1e3 * times[line.work]:>8,.1f} ms  {times[line.work] / unit:>11.2f} ×"
+                    if line.work in times
                     else f"  {'–':>11}  {'–':>13}"
                 )
-                for work, cells in lines.items()
+                for line, cells in lines.items()
             ),
             "error: relative error of all parameter gradients together or of the input gradient, "
             "whichever is larger",

@@ -49,9 +49,14 @@ class Setting(NamedTuple):
         return self.backward == "adjoint" and self.reverse == "recorded"
 
     @property
-    def work(self) -> Setting:
-        """The setting without anchors: they do not change the time of a step."""
+    def line(self) -> Setting:
+        """The setting without anchors: its line in a table."""
         return self._replace(anchor_every=None) if self.backward == "adjoint" else self
+
+    @property
+    def work(self) -> Setting:
+        """The setting without anchors and bits: they do not change the time of a step."""
+        return self.line._replace(bits=Options.bits)
 
     @property
     def options(self) -> dict[str, Any]:
@@ -70,6 +75,13 @@ class Setting(NamedTuple):
         """The place among reverse rules, from the simplest to the most accurate of each kind."""
         accuracy = mean_bits(self.bits) if self.records else self.order or self._default_order
         return list(ORDERS).index(self.reverse), accuracy
+
+    @property
+    def products(self) -> int:
+        """The matrix products per MLP block and step of an adjoint setting: the order of the times,
+        if these are not known."""
+        known = {"recorded": 7, "predicted": 8, "paper": 9}
+        return known.get(self.reverse, 8 + 2 * (self.order or self._default_order))
 
     @property
     def _default_order(self) -> int:
@@ -135,7 +147,7 @@ def most_promising_first(settings: Sequence[Setting]) -> list[Setting]:
     anchors."""
 
     def rank(setting: Setting) -> tuple[bool, int]:
-        name = str(setting.work)
+        name = str(setting.line)
         return setting.anchor_every is not None, (*FIRST, name).index(name)
 
     return sorted(settings, key=rank)
@@ -155,8 +167,8 @@ class Measurement:
     gradients. What autograd holds between the passes is measured, the rest is calculated. Scratch
     memory of kernels and temporaries inside a block are not included."""
     seconds: float
-    """The time of a training step, forward and backward. Anchors do not change it, so it is the
-    median of all measurements of the rule and order."""
+    """The time of a training step, forward and backward. Anchors and bits do not change it, so it is
+    the median of all measurements of the rule and order."""
     runs: int = 1
     """The number of these measurements. The time of a first run alone may be too long."""
     nearby: float = 0.0
