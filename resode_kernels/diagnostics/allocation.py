@@ -7,8 +7,8 @@ independent, so their squares add up to that of the gradients:
 
     error² ≈ K² Σ r[n]^(2p)
 
-p is 1 for smooth blocks, and less where kinks of relu lie between states and estimates. The s[n] are
-measured in one forward pass, K and p are taken from measured gradient errors. The bits are then
+p is 1 for smooth blocks, and less where kinks of relu lie between states and estimates. The s[n]
+are measured in one forward pass, K and p are taken from measured gradient errors. The bits are then
 given one after the other to the step that profits most (water-filling).
 """
 
@@ -70,20 +70,19 @@ def forecast(sizes: Sequence[float], measured: Mapping[int, float]) -> Forecast:
     return Forecast(sizes, power, 1.0).fitted([many] * len(sizes), measured[many])
 
 
-def fewest_bits(forecast: Forecast, max_error: float) -> tuple[int, ...] | None:
-    """The bits of the steps with the least sum whose error is at most ``max_error``; None if the
-    most bits are too few."""
+def fewest_bits(forecast: Forecast, max_error: float) -> tuple[int, ...]:
+    """The bits of the steps with the least sum whose error is at most ``max_error``. If there are
+    none, every step gets the most."""
     bits = [BITS[0]] * len(forecast.sizes)
     square, limit = forecast.error(bits) ** 2, max_error**2
     gains = [best_gain(forecast, n, BITS[0]) for n in range(len(bits))]
     heapq.heapify(gains)
-    while square > limit:
-        rate, n, more = heapq.heappop(gains) if gains else (0.0, 0, 0)
-        if rate == 0:
-            return None
+    while square > limit and gains:
+        rate, n, more = heapq.heappop(gains)
         square += rate * (more - bits[n])
         bits[n] = more
-        heapq.heappush(gains, best_gain(forecast, n, more))
+        if more < BITS[-1]:
+            heapq.heappush(gains, best_gain(forecast, n, more))
     return tuple(bits)
 
 
@@ -92,7 +91,7 @@ def best_gain(forecast: Forecast, n: int, bits: int) -> tuple[float, int, int]:
     negative; the step; the number of bits that do."""
     now = forecast.part(n, bits)
     rates = [((forecast.part(n, b) - now) / (b - bits), b) for b in BITS if b > bits]
-    rate, more = min(rates, default=(0.0, bits))
+    rate, more = min(rates)
     return rate, n, more
 
 
@@ -104,14 +103,14 @@ class Allocator:
         self.sizes: list[float] | None = None
 
     def best(self, max_error: float, budget: Budget) -> Measurement | None:
-        """The allocation with the fewest bits whose measured error is at most ``max_error``. None if
-        there is none, or no time to find one."""
+        """The allocation with the fewest bits whose measured error is at most ``max_error``. None
+        if there is none, or no time to find one."""
         found = self._forecast(max_error, budget)
         best: Measurement | None = None
         known = {}
-        for _ in range(ROUNDS):
-            bits = None if found is None else fewest_bits(found, max_error)
-            if found is None or bits is None or bits in known:
+        while found is not None and len(known) < ROUNDS:
+            bits = fewest_bits(found, max_error)
+            if bits in known:
                 break
             known[bits] = measured = self._measure(bits, budget)
             if measured is None:

@@ -99,7 +99,8 @@ class Choice:
 def cheapest(measurements: Sequence[Measurement], max_gradient_error: float) -> Measurement:
     """The fastest setting whose error is below the bound with a margin and whose memory is below
     that of checkpointing; of settings with equal times, the one with the least memory. Times of
-    first runs do not count: then the one with the fewest products is the fastest. Checkpointing if there is no such setting."""
+    first runs do not count: then the one with the fewest products is the fastest. Checkpointing if
+    there is no such setting."""
     fallback = next(m for m in measurements if m.setting == CHECKPOINT)
     kept = [
         m

@@ -176,6 +176,7 @@ def _settings(axes: Any, report: Report) -> None:
     unit = report.of(CHECKPOINT)
     adjoint = [m for m in report.settings if m.setting.backward == "adjoint"]
     for work in dict.fromkeys(m.setting.work for m in adjoint):
+        name = "recorded" if work.records else work
         mine = sorted((m for m in adjoint if m.setting.work == work), key=lambda m: m.memory)
         errors.line(
             [m.memory / unit.memory for m in mine],
@@ -184,7 +185,7 @@ def _settings(axes: Any, report: Report) -> None:
             marker=MARKERS.get(work.order or 1, "D"),
             markersize=6,
             linewidth=1,
-            label=f"{'recorded' if work.records else work}: {mine[0].seconds / unit.seconds:.2f} × checkpointing's time",
+            label=f"{name}: {mine[0].seconds / unit.seconds:.2f} × checkpointing's time",
         )
     right = max([1.0, *(m.memory / unit.memory for m in adjoint)])
     for m in (m for m in report.settings if m.setting in (CHECKPOINT, STORED)):

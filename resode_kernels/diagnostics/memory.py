@@ -16,10 +16,10 @@ def peak(probe: Probe, setting: Setting, held: int, block: int) -> int:
     """The peak of states and activations, see ``Measurement.memory``. ``held`` is what autograd
     holds between the passes, ``block`` what one evaluation of a block saves (``block_bytes``). In
     addition the reverse pass needs the cotangent. Rules that reconstruct states need the state, p,
-    the history and the activations of one step. ``recorded`` needs the state, which is p; its codes,
-    scales and kept states are among what is held. Exact ones need a segment of states, and the
-    activations of one step. Stages with stacked parameters work on tiles of rows,
-    whose activations and p do not count."""
+    the history and the activations of one step. ``recorded`` needs the state, which is p, and the
+    activations; its codes, scales and kept states are among what is held. Exact ones need a segment
+    of states, and the activations of one step. Stages with stacked parameters work on tiles of
+    rows, whose activations and p do not count."""
     stage = probe.stage
     state: int = sum(t.nbytes for t in parts(probe.in_stream(probe.x)))
     method = setting.method(stage)

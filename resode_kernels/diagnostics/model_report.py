@@ -122,10 +122,10 @@ class ModelReport:
             "whichever is larger",
             "memory, time: of a training step of the stage with the recommended setting, relative "
             "to checkpointing",
-            "autocast: the error of exact backprop under bfloat16 autocast, which training in mixed "
-            "precision accepts",
-            "noise: half the distance between the gradients of the batch's halves; errors far below "
-            "it change little",
+            "autocast: the error of exact backprop under bfloat16 autocast, which training in "
+            "mixed precision accepts",
+            "noise: half the distance between the gradients of the batch's halves; errors far "
+            "below it change little",
         ]
 
     def _notes(self) -> list[str]:

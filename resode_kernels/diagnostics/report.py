@@ -199,7 +199,8 @@ class Report:
         ]
 
     def _table(self) -> list[str]:
-        """One line per rule and order or bits: gradient error and memory for every distance of anchors."""
+        """One line per rule and order or bits: gradient error and memory for every distance of
+        anchors."""
         unit = self.of(CHECKPOINT).seconds
         settings = self._in_order()
         spacings = [

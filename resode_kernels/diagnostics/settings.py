@@ -167,8 +167,8 @@ class Measurement:
     gradients. What autograd holds between the passes is measured, the rest is calculated. Scratch
     memory of kernels and temporaries inside a block are not included."""
     seconds: float
-    """The time of a training step, forward and backward. Anchors and bits do not change it, so it is
-    the median of all measurements of the rule and order."""
+    """The time of a training step, forward and backward. Anchors and bits do not change it, so it
+    is the median of all measurements of the rule and order."""
     runs: int = 1
     """The number of these measurements. The time of a first run alone may be too long."""
     nearby: float = 0.0

@@ -41,8 +41,8 @@ class Yardsticks:
     reason in ``reasons``."""
 
     autocast: float | None
-    """The error of exact backprop under bfloat16 autocast: of all parameter gradients together or of
-    the input's gradient, whichever is larger."""
+    """The error of exact backprop under bfloat16 autocast: of all parameter gradients together or
+    of the input's gradient, whichever is larger."""
     noise: float | None
     """Half the distance between the parameter gradients of the two halves of the batch."""
     reasons: dict[str, str]
@@ -141,8 +141,8 @@ def by_block(stage: Stage, gradients: Gradients) -> list[Tensor]:
 
 
 def in_modules(stage: Stage) -> ResidualStage | None:
-    """The same steps with the blocks as modules, in plain PyTorch, because kernels know no autocast.
-    They share parameters and buffers with the stage. None if that is not possible."""
+    """The same steps with the blocks as modules, in plain PyTorch, because kernels know no
+    autocast. They share parameters and buffers with the stage. None if that is not possible."""
     options = stage.options
     if isinstance(stage, ResidualStage):
         blocks: list[nn.Module] = list(stage.blocks)

@@ -20,7 +20,11 @@ from resode_kernels.diagnostics.measuring import Measurer
 from resode_kernels.diagnostics.probe import Probe
 from resode_kernels.diagnostics.trajectory import ProbedBlock
 
-SETTINGS = [rk.Setting("adjoint", "paper", 1), rk.Setting("adjoint", "refined", 2, 3)]
+SETTINGS = [
+    rk.Setting("adjoint", "paper", 1),
+    rk.Setting("adjoint", "refined", 2, 3),
+    rk.Setting("adjoint", "recorded", bits=4),
+]
 
 
 class Attention(nn.Module):
@@ -98,7 +102,7 @@ def test_gradient_errors_are_those_found_by_hand(kind: str, scheme: str) -> None
 
     report = diagnose(stage, x, loss)
     exact = gradients(stage, x, loss, backward="stored")
-    for measured in report.settings[:3]:
+    for measured in report.settings[:4]:
         mine = gradients(stage, x, loss, **measured.setting._asdict())
         by_hand = relative_error(mine.values(), exact.values())
         assert measured.gradient.error == pytest.approx(by_hand, rel=1e-2, abs=1e-6)
@@ -320,7 +324,8 @@ def test_a_report_prints_plots_and_becomes_a_dict(tmp_path: Path) -> None:
     stage, x = make("mlp")
     report = rk.diagnose(stage, x)
     text = str(report)
-    for word in ("states", "input gradient", "L_f", "Prop. 3", "predicted 3", "anchors every", "*"):
+    words = ("states", "input gradient", "L_f", "Prop. 3", "predicted 3", "anchors every", "*")
+    for word in (*words, "recorded 8 bits", "bfloat16 autocast", "sampling noise"):
         assert word in text
     assert report.recommendation in text
     assert text.splitlines()[0].startswith("Stage: MLPStage(dim=8, depth=6")
@@ -341,6 +346,8 @@ def test_every_rule_and_order_is_compared_with_and_without_anchors() -> None:
         mine = [s for s in settings if (s.reverse, s.order) == rule]
         assert sum(s.anchor_every is None for s in mine) == 1
         assert sum(s.anchor_every is not None for s in mine) >= 1
+    for bits in (4, 6, 8):
+        assert settings.count(rk.Setting("adjoint", "recorded", bits=bits)) == 1
     assert rk.Setting("checkpoint") in settings
 
 
