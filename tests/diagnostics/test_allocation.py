@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from test_diagnostics import make
 from test_tuning import error
 from torch import Tensor, nn
 
@@ -23,6 +24,7 @@ from resode_kernels.diagnostics.budget import Budget, Display
 from resode_kernels.diagnostics.measuring import Measurer
 from resode_kernels.diagnostics.probe import Probe
 from resode_kernels.diagnostics.settings import CHECKPOINT, Setting, mean_bits
+from resode_kernels.diagnostics.trajectory import Trajectory, reconstructed, rounding_errors
 from resode_kernels.options import BITS
 from resode_kernels.recording import levels
 
@@ -141,11 +143,8 @@ def test_without_time_nothing_is_allocated() -> None:
 @pytest.mark.parametrize("scheme", ["euler", "heun"])
 @pytest.mark.parametrize("kind", ["rows", "images", "modules", "pair"])
 def test_the_rounding_errors_are_those_of_the_stage(kind: str, scheme: str) -> None:
-    """The error of the state before the last step is that of the gradient of a linear last block:
-    here it is compared with the states that a training step sees."""
-    from resode_kernels.diagnostics.trajectory import Trajectory, reconstructed, rounding_errors
-    from test_diagnostics import make
-
+    """The forward pass that measures them records as the stage does, whose reverse pass finds the
+    states again to within rounding."""
     names = {"rows": "mlp", "images": "conv"}
     stage, x = make(names.get(kind, kind), scheme=scheme, step=1.0)
     stage.eval()

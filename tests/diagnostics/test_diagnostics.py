@@ -196,6 +196,23 @@ def test_reconstruction_errors_are_those_found_by_hand(
         assert layer.point_error == pytest.approx(float(expected[layer.n][1]), rel=1e-6, abs=1e-15)
 
 
+@pytest.mark.parametrize("scheme", ["euler", "heun"])
+@pytest.mark.parametrize("bits", [4, (8, 2, None, 6, 12, 16)])
+def test_the_errors_of_recorded_states_are_those_of_their_rounding(bits: Any, scheme: str) -> None:
+    stage, x = make("mlp", scheme=scheme, step=0.4, reverse="recorded", bits=bits)
+    layers = diagnose(stage, x).layers
+    assert [layer.n for layer in layers] == list(range(6))
+    assert all(layer.state_error == layer.point_error for layer in layers)
+    errors = [layer.state_error for layer in layers]
+    assert errors[0] < 1e-6  # x[0] is the estimate to begin with
+    if isinstance(bits, int):
+        assert all(1e-3 < e < 0.1 for e in errors[1:])
+    else:  # the increment of step n decides about x[n+1]; x̂[3] is the state itself, as x̂[2] is kept
+        assert errors[2] > 10 * errors[1]
+        assert errors[3] < 1e-6
+        assert errors[4] > 10 * errors[5]
+
+
 @pytest.mark.parametrize("activation", ["tanh", "relu"])
 def test_power_iteration_finds_the_norm_of_the_jacobian(activation: str) -> None:
     stage = rk.MLPStage(6, 20, 3, activation, dtype=torch.float64)
@@ -351,6 +368,19 @@ def test_every_rule_and_order_is_compared_with_and_without_anchors() -> None:
     assert rk.Setting("checkpoint") in settings
 
 
+def test_memory_counts_codes_scales_and_the_state_that_is_kept() -> None:
+    """Codes of ``bits``, a bfloat16 for every 32 elements of a row, and x̂[N − 1]; besides, the
+    state and the cotangent of the reverse pass."""
+    stage, x = rk.MLPStage(48, 16, 64), torch.randn(256, 48)
+    bits = (*[4] * 32, *[12] * 31, 12)
+    settings = [rk.Setting("adjoint", "recorded", bits=b) for b in (4, 8, bits)]
+    report = rk.diagnose(stage, x, settings=settings, seconds=5)
+    found = {m.setting.bits: m.memory for m in report.settings if m.setting.records}
+    scales = 256 * 2 * 2
+    for b, codes in ((4, 63 * 4), (8, 63 * 8), (bits, 32 * 4 + 31 * 12)):
+        assert found[b] == x.nbytes * codes // 32 + 63 * scales + 3 * x.nbytes
+
+
 def test_memory_grows_with_anchors_and_stays_below_standard_backprop() -> None:
     stage, x = rk.MLPStage(16, 16, 64), torch.randn(256, 16)
     found = {m.setting: m.memory for m in rk.diagnose(stage, x).settings}
@@ -378,7 +408,8 @@ def test_memory_is_near_what_is_allocated(kind: str, low: float, high: float) ->
     cotangent = probe.cotangent(None)
     measurer = Measurer(probe, cotangent)
     parameters = sum(p.nbytes for p in stage.parameters())
-    for setting in (*SETTINGS, rk.Setting("checkpoint"), rk.Setting("stored")):
+    recorded = [rk.Setting("adjoint", "recorded", bits=bits) for bits in (2, 8, 16)]
+    for setting in (*SETTINGS, *recorded, rk.Setting("checkpoint"), rk.Setting("stored")):
         most = peak_allocation(partial(probe.gradients, cotangent, **setting._asdict()))
         measurer.measure(setting)
         assert low < measurer.found[setting][-1] / (most - parameters) < high, setting
