@@ -36,9 +36,9 @@ AnyStage = TypeVar("AnyStage", bound=Stage)
 def deepen(stage: AnyStage, depth: int, *, interpolation: str = "nearest") -> AnyStage:
     """A copy of the stage with ``depth`` steps, more or fewer, over the same time N h.
 
-    h = 1/N becomes 1/depth; an explicit ``step=h`` becomes h N / depth. If ``bits`` has an entry for
-    each step, a new step gets that of the nearest old one. Other options stay, and ``anchor_every``
-    still counts steps.
+    h = 1/N becomes 1/depth; an explicit ``step=h`` becomes h N / depth. If ``bits`` has an entry
+    for each step, a new step gets that of the nearest old one. Other options stay, and
+    ``anchor_every`` still counts steps.
 
     A tied stage keeps its weights; its output changes by O(1/N), with Heun by O(1/N²). In an untied
     stage block n has a position s in [0, 1]: with Euler the middle of its step, s = (n + ½)/N, with

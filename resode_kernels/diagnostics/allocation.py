@@ -154,7 +154,8 @@ class Allocator:
             if not budget.allows(self.measurer.step):
                 return None
             budget.show(f"measuring {setting}")
-            self.measurer.measure(setting)
+            # Its time would change that of the measurements that there are of other bits.
+            self.measurer.measure(setting, timed=False)
         return self.measurer.measurements([setting])[0]
 
 

@@ -132,6 +132,16 @@ def test_a_missed_bound_raises_the_bits(monkeypatch: pytest.MonkeyPatch) -> None
     assert mean_bits(tried[0].bits) < mean_bits(best.setting.bits)
 
 
+def test_settings_that_differ_in_bits_have_one_time() -> None:
+    """A line of the table and the recommendation agree, also about allocations, which are measured
+    after the others."""
+    stage, x = uneven()
+    report = rk.diagnose(stage, x, max_gradient_error=2e-2)
+    recorded = [m for m in report.settings if m.setting.records]
+    assert len(recorded) > 3
+    assert len({(m.seconds, m.runs) for m in recorded}) == 1
+
+
 def test_without_time_nothing_is_allocated() -> None:
     stage, x = uneven()
     probe = Probe(stage, x)
