@@ -107,7 +107,7 @@ class Allocator:
         if there is none, or no time to find one."""
         found = self._forecast(max_error, budget)
         best: Measurement | None = None
-        known = {}
+        known: dict[tuple[int, ...], Measurement | None] = {}
         while found is not None and len(known) < ROUNDS:
             bits = fewest_bits(found, max_error)
             if bits in known:
