@@ -24,7 +24,12 @@ from resode_kernels.diagnostics.budget import Budget, Display
 from resode_kernels.diagnostics.measuring import Measurer
 from resode_kernels.diagnostics.probe import Probe
 from resode_kernels.diagnostics.settings import CHECKPOINT, Setting, mean_bits
-from resode_kernels.diagnostics.trajectory import Trajectory, reconstructed, rounding_errors
+from resode_kernels.diagnostics.trajectory import (
+    Trajectory,
+    reconstructed,
+    recorder_of,
+    rounding_errors,
+)
 from resode_kernels.options import BITS
 from resode_kernels.recording import levels
 
@@ -167,6 +172,23 @@ def test_the_rounding_errors_are_those_of_the_stage(kind: str, scheme: str) -> N
     found = [layer.state_error for layer in layers[1:]]
     assert found == pytest.approx(errors, rel=1e-3)
     assert all(0 < e < levels(6).c * 10 for e in errors)
+
+
+@pytest.mark.parametrize("kind", ["mlp", "tied", "conv", "modules", "pair"])
+def test_rows_are_those_that_the_stage_records(kind: str) -> None:
+    """It saves as many scales as the recorder of the diagnosis makes."""
+    stage, x = make(kind, reverse="recorded", bits=4)
+    scales: list[Tensor] = []
+
+    def pack(t: Tensor) -> Tensor:
+        scales.extend([t] if t.dtype == torch.bfloat16 else [])
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        stage(x)
+    _, increments = recorder_of(stage).record(x, x, 4)
+    each = sum(increment.scales.numel() for increment in increments)
+    assert sum(t.numel() for t in scales) == (stage.depth - 1) * each
 
 
 # ------------------------------------------------------------------- stages that had checkpoints
