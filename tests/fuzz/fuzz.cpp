@@ -2,7 +2,7 @@
 // they say. To be built with sanitizers (tests/sanitize.sh fuzz), which find every access beyond a
 // buffer.
 //
-//     fuzz CALLS SEED    that many calls; every call is one of forward and reverse passes
+//     fuzz CALLS SEED    that many calls: a forward and a reverse pass, or an increment alone
 //     fuzz 1 SEED        repeats the call that a failure has named
 //
 // A call is made of its seed alone. Half of the problems are valid: they must run, with results
@@ -47,6 +47,7 @@ using Buffer = std::unique_ptr<char, void (*)(void*)>;
 struct Call {
   Random random;
   Stage s{};
+  std::vector<int> bits;  // of the stage
   std::vector<Buffer> buffers;
   std::vector<Memory> parameters;
   ForwardMemory forward{};
@@ -77,6 +78,12 @@ struct Call {
     }
     return {reinterpret_cast<uintptr_t>(at), size_t(bytes)};
   }
+  Memory make_bytes(int64_t count) {
+    char* const at = static_cast<char*>(std::malloc(count));
+    buffers.emplace_back(at, &std::free);
+    for (int64_t i = 0; i < count; ++i) at[i] = char(random.from(-128, 127));
+    return {reinterpret_cast<uintptr_t>(at), size_t(count)};
+  }
   Memory positive(int64_t count, DType type) {
     const Memory memory = make(count, type);
     for (int64_t i = 0; i < count; ++i) {  // 1, in every dtype
@@ -90,6 +97,8 @@ struct Call {
     }
     return memory;
   }
+
+  int any_bits() { return random.any({2, 3, 4, 5, 6, 8, 12, 16}); }
 
   void describe() {
     s.block = random.any({Block::mlp, Block::mlp, Block::linear, Block::conv});
@@ -109,6 +118,10 @@ struct Call {
                     ? DType::float64
                     : random.any({DType::float32, DType::float16, DType::bfloat16});
     s.anchor_every = random.from(0, 3);
+    reverse.reverse_rule = ReverseRule(random.from(s.anchor_every ? 0 : 1, 4));
+    if (reverse.reverse_rule == ReverseRule::recorded)
+      for (int64_t n = random.chance(2) ? 1 : s.steps; n > 0; --n)
+        bits.push_back(random.chance(4) ? 0 : any_bits());
     s.threads = random.chance(8) ? int(random.from(2, 3)) : 1;  // several are slow on busy cores
     if (s.block != Block::conv) return;
     s.layers = int(random.from(2, 3));
@@ -145,20 +158,39 @@ struct Call {
     int64_t channels = 0;
     for (int l = 0; l < s.layers; ++l) channels += s.convolutions[l].out;
     const int64_t evaluations = s.steps * (s.scheme == Scheme::heun ? 2 : 1);
-    const int64_t anchors = s.anchor_every ? (s.steps - 1) / s.anchor_every : 0;
+    int64_t anchors = s.anchor_every ? (s.steps - 1) / s.anchor_every : 0, codes = 0, scales = 0;
+    give_bits();
+    if (s.records()) {
+      anchors = 0;
+      for (int64_t n = 0; n < s.steps; ++n) {
+        anchors += !s.bits_of(n);
+        codes += s.rows * ((s.dim + 7) / 8) * s.bits_of(n);
+        scales += s.bits_of(n) ? s.rows * ((s.dim + 31) / 32) : 0;
+      }
+    }
     forward = {
-        make(state, s.stream), make(state, s.stream), make(anchors * state, s.stream),
+        make(state, s.stream),
+        make(state, s.stream),
+        make(anchors * state, s.stream),
+        make_bytes(codes),
+        make(scales, DType::bfloat16),
         channels && random.chance(2) ? make(2 * channels * evaluations, s.stream) : Memory{}};
-    reverse.reverse_rule = ReverseRule(random.from(s.anchor_every ? 0 : 1, 3));
     reverse.order = int(random.from(1, 3));
     reverse.start = random.chance(2) ? forward.x : forward.y;
     reverse.anchors = forward.anchors;
+    reverse.codes = forward.codes;
+    reverse.scales = forward.scales;
     reverse.cotangent = make(state, s.stream);
     reverse.grad_x = random.chance(4) ? Memory{} : make(state, s.stream);
     if (random.chance(2)) {
       reverse.nonfinite = make(1, DType::float32);
       *pointer<int32_t>(reverse.nonfinite) = -1;
     }
+  }
+
+  void give_bits() {
+    s.bits = bits.data();
+    s.bits_count = int64_t(bits.size());
   }
 
   void spoil_number(int64_t& number) {
@@ -187,12 +219,13 @@ struct Call {
     std::vector<int64_t*> numbers = {&s.steps,  &s.rows,  &s.dim,         &s.hidden,
                                      &s.height, &s.width, &s.anchor_every};
     for (Convolution& c : s.convolutions) numbers.insert(numbers.end(), {&c.in, &c.out, &c.size});
-    std::vector<Memory*> memories = {&forward.x,          &forward.y,      &forward.anchors,
-                                     &forward.statistics, &reverse.start,  &reverse.anchors,
-                                     &reverse.cotangent,  &reverse.grad_x, &reverse.nonfinite};
+    std::vector<Memory*> memories = {
+        &forward.x,          &forward.y,      &forward.anchors,  &forward.codes, &forward.scales,
+        &forward.statistics, &reverse.start,  &reverse.anchors,  &reverse.codes, &reverse.scales,
+        &reverse.cotangent,  &reverse.grad_x, &reverse.nonfinite};
     for (Memory& memory : parameters) memories.push_back(&memory);
     for (Memory& memory : reverse.gradients) memories.push_back(&memory);
-    switch (random.from(0, 9)) {
+    switch (random.from(0, 10)) {
       case 0:
         s.block = Block(random.from(0, 2));
         break;
@@ -215,7 +248,7 @@ struct Call {
         reverse.order = int(random.any<int64_t>({-1, 0, 4, 7}));
         break;
       case 6:
-        reverse.reverse_rule = ReverseRule(random.from(0, 3));
+        reverse.reverse_rule = ReverseRule(random.from(0, 4));
         break;
       case 7:
         spoil_number(*numbers[random.from(0, int64_t(numbers.size()) - 1)]);
@@ -223,9 +256,23 @@ struct Call {
       case 8:
         random.chance(2) ? parameters.pop_back() : parameters.push_back(forward.x);
         break;
+      case 9:
+        spoil_bits();
+        break;
       default:
         spoil(*memories[random.from(0, int64_t(memories.size()) - 1)]);
     }
+  }
+
+  int strange_bits() { return int(random.any<int64_t>({-8, -1, 1, 7, 9, 17, 1 << 20})); }
+  void spoil_bits() {
+    if (bits.empty() || random.chance(3))
+      bits.push_back(any_bits());
+    else if (random.chance(2))
+      bits.pop_back();
+    else
+      bits[size_t(random.from(0, int64_t(bits.size()) - 1))] = strange_bits();
+    give_bits();
   }
 
   [[noreturn]] void fail(const char* why) const {
@@ -244,7 +291,8 @@ struct Call {
     const size_t whole = (bytes + 63) / 64 * 64;
     const Buffer workspace(static_cast<char*>(std::aligned_alloc(64, whole)), &std::free);
     std::memset(workspace.get(), 0xff, whole);  // NaN
-    // Changed to 2^24 steps, a tied stage may still be a valid problem, which would run for minutes.
+    // Changed to 2^24 steps, a tied stage may still be a valid problem, which would run for
+    // minutes.
     int64_t left = random.chance(8) || s.steps > 1000 ? random.from(0, 3) : -1;
     const auto asked = [](void* steps) { return --*static_cast<int64_t*>(steps) < 0; };
     const bool stopped = left >= 0;
@@ -257,12 +305,12 @@ struct Call {
   void check_results() {
     std::vector<Memory> results = {forward.y, reverse.grad_x};
     results.insert(results.end(), reverse.gradients.begin(), reverse.gradients.end());
-    for (size_t i = 0; i < results.size(); ++i) {
-      const DType type = i < 2 ? s.stream : s.storage;
-      for (size_t at = 0; at + bytes_of(type) <= results[i].bytes; at += bytes_of(type))
-        if (!finite(pointer<char>(results[i]) + at, type))
-          fail(("result " + std::to_string(i) + " is not finite").c_str());
-    }
+    for (size_t i = 0; i < results.size(); ++i)
+      check_finite("result " + std::to_string(i), results[i], i < 2 ? s.stream : s.storage);
+  }
+  void check_finite(const std::string& name, Memory result, DType type) const {
+    for (size_t at = 0; at + bytes_of(type) <= result.bytes; at += bytes_of(type))
+      if (!finite(pointer<char>(result) + at, type)) fail((name + " is not finite").c_str());
   }
   static bool finite(const char* at, DType type) {
     double d;
@@ -275,12 +323,59 @@ struct Call {
     return (h & exponent) != exponent;
   }
 
+  // An increment by itself: recorded, then undone from the memory that this has written.
+  void run_increment(const Kernels& kernels) {
+    IncrementMemory io{};
+    io.stream = random.any({DType::float32, DType::float64});
+    io.rows = random.from(1, 40);
+    io.row = random.from(1, 130);
+    io.bits = any_bits();
+    io.threads = random.chance(8) ? int(random.from(2, 3)) : 1;
+    const int64_t state = io.rows * io.row;
+    io.x = make(state, io.stream);
+    io.estimate = make(state, io.stream);
+    io.moved = random.chance(2) ? io.estimate : make(state, io.stream);
+    io.codes = make_bytes(io.rows * ((io.row + 7) / 8) * io.bits);
+    io.scales = make(io.rows * ((io.row + 31) / 32), DType::bfloat16);
+    if (random.chance(2)) spoil(io);
+    for (const Memory x : {io.x, Memory{}}) {
+      io.x = x;
+      kernels.increment(checked(io));
+      if (valid) check_finite("moved", io.moved, io.stream);
+      io.estimate = io.moved;
+    }
+  }
+  void spoil(IncrementMemory& io) {
+    valid = false;
+    Memory* const memories[] = {&io.x, &io.estimate, &io.moved, &io.codes, &io.scales};
+    switch (random.from(0, 4)) {
+      case 0:
+        spoil_number(random.chance(2) ? io.rows : io.row);
+        break;
+      case 1:
+        io.bits = random.chance(2) ? any_bits() : random.any({0, strange_bits()});
+        break;
+      case 2:
+        io.threads = int(random.any<int64_t>({-1, 0, 2, 1 << 30}));
+        break;
+      case 3:
+        io.stream = DType(random.from(0, 1));
+        break;
+      default:
+        spoil(*memories[random.from(0, 4)]);
+    }
+  }
+
   // Returns whether it was run.
   bool run(const Kernels& kernels) {
-    describe();
-    allocate();
-    if (random.chance(2)) spoil();
     try {
+      if (random.chance(5)) {
+        run_increment(kernels);
+        return true;
+      }
+      describe();
+      allocate();
+      if (random.chance(2)) spoil();
       std::vector<void*> table = complete(s, parameters), gradients;
       const Forward f = checked(s, forward);
       const Reverse r = checked(s, reverse, gradients);

@@ -180,9 +180,9 @@ OUTSIDE_OF_OPS = (
 class Function(reference.Function):
     """``reference.Function`` inside of an op."""
 
-    def linearize(self, x: Tensor, k: int, wrt_x: bool = True) -> Any:
+    def linearize(self, x: Tensor, k: int, wrt_x: bool = True, value: bool = True) -> Any:
         with torch._C._ForceDispatchKeyGuard(*OUTSIDE_OF_OPS):
-            y, pullback = super().linearize(x, k, wrt_x)
+            y, pullback = super().linearize(x, k, wrt_x, value)
 
         def with_autograd(g: Tensor) -> Any:
             with torch._C._ForceDispatchKeyGuard(*OUTSIDE_OF_OPS):
@@ -210,8 +210,8 @@ def in_dtype(dtype: torch.dtype) -> EngineBackend:
         return u.to(x.dtype)
 
     class Conv(Function):
-        def linearize(self, x: Tensor, k: int, wrt_x: bool = True) -> Any:
-            y, pullback = super().linearize(x, k, wrt_x)
+        def linearize(self, x: Tensor, k: int, wrt_x: bool = True, value: bool = True) -> Any:
+            y, pullback = super().linearize(x, k, wrt_x, value)
 
             def padded(g: Tensor) -> Any:
                 gx, grads = pullback(g)
@@ -290,7 +290,7 @@ class LongMLP(reference.Block):
     def f(self, x: np.ndarray, k: int) -> np.ndarray:
         return self.sigma(x @ self.w1.T + self.b1) @ self.w2.T + self.b2
 
-    def linearize(self, x: np.ndarray, k: int, wrt_x: bool = True) -> Any:
+    def linearize(self, x: np.ndarray, k: int, wrt_x: bool = True, value: bool = True) -> Any:
         z = x @ self.w1.T + self.b1
         u = self.sigma(z)
 
@@ -308,7 +308,7 @@ class LongLinear(reference.Block):
     def f(self, x: np.ndarray, k: int) -> np.ndarray:
         return x @ self.weight.T
 
-    def linearize(self, x: np.ndarray, k: int, wrt_x: bool = True) -> Any:
+    def linearize(self, x: np.ndarray, k: int, wrt_x: bool = True, value: bool = True) -> Any:
         return x @ self.weight.T, lambda g: (g @ self.weight, (g.T @ x,))
 
 
@@ -337,7 +337,7 @@ class LongConv(reference.Block):
     def f(self, x: np.ndarray, k: int) -> np.ndarray:
         return self.linearize(x, k)[0]
 
-    def linearize(self, x: np.ndarray, k: int, wrt_x: bool = True) -> Any:
+    def linearize(self, x: np.ndarray, k: int, wrt_x: bool = True, value: bool = True) -> Any:
         def column(v: np.ndarray) -> np.ndarray:
             return v[:, None, None]
 
