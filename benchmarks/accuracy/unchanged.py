@@ -185,8 +185,7 @@ def options(setting: Setting | None, kinks: bool) -> dict[str, Any]:
     """Of the stage."""
     if setting is None or setting.autocast:
         return {"backward": "stored"}
-    remembered = {"kinks": True} if kinks else {}
-    return {"backward": "adjoint", "nonfinite": "ignore", **setting.options, **remembered}
+    return {"backward": "adjoint", "nonfinite": "ignore", "kinks": kinks, **setting.options}
 
 
 def errors(
