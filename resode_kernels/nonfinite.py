@@ -68,14 +68,17 @@ def report(method: Method, n: int, end: State) -> None:
     Does nothing if n is −1, or if x[N] = ``end`` is not finite either."""
     if n < 0 or not all(bool(part.isfinite().all()) for part in parts(end)):
         return
-    order = f", order={method.order}" if method.reverse_rule != "paper" else ""
+    order = f", order={method.order}" if method.reverse_rule in ("refined", "predicted") else ""
+    remedy = "anchor_every=k, a higher order or a smaller step"
+    if method.bits:
+        remedy = "bits to a sequence with None for the step before, whose increment is too large"
     message = (
         f"the reconstruction of the state x[{n}] of a stage of N = {method.steps} steps is not "
         f"finite, so the gradients are wrong. The updates h f, h = {method.step:.3g}, change the "
         f"state too much for reverse={method.reverse_rule!r}{order}. Call rk.tune(stage, x), which "
-        "looks for options that work; or set anchor_every=k, a higher order or a smaller step; or "
-        "set backward='checkpoint', which is exact. (nonfinite='warn' turns this error into a "
-        "warning, nonfinite='ignore' turns the check off.)"
+        f"looks for options that work; or set {remedy}; or set backward='checkpoint', which is "
+        "exact. (nonfinite='warn' turns this error into a warning, nonfinite='ignore' turns the "
+        "check off.)"
     )
     if method.nonfinite == "raise":
         raise NonFiniteReconstructionError(message)
