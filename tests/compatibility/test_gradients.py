@@ -10,6 +10,7 @@ from torch.autograd.graph import register_multi_grad_hook, save_on_cpu, saved_te
 from torch.utils.checkpoint import checkpoint
 
 section = Section(__file__)
+MOVED = works('`reverse="recorded"`: increments as well')
 
 
 @section.row("`torch.autograd.grad`, also of some inputs only")
@@ -132,21 +133,26 @@ def test_optimizer_in_backward(case: Case) -> None:
     case.agree(run)
 
 
-@section.row("`torch.autograd.graph.saved_tensors_hooks`")
+@section.row("`torch.autograd.graph.saved_tensors_hooks`", MOVED, MOVED)
 def test_saved_tensors_hooks(case: Case) -> None:
     """Tensors that come back are others, in other memory."""
 
-    def pack(t: Tensor) -> np.ndarray:
-        return t.detach().numpy().copy()
+    def pack(t: Tensor) -> tuple[np.ndarray, torch.dtype]:
+        known = t.float() if t.dtype == torch.bfloat16 else t  # which numpy does not know
+        return known.detach().numpy().copy(), t.dtype
+
+    def unpack(packed: tuple[np.ndarray, torch.dtype]) -> Tensor:
+        array, dtype = packed
+        return torch.from_numpy(array).to(dtype)
 
     def run(module: nn.Module, x: Tensor) -> object:
-        with saved_tensors_hooks(pack, torch.from_numpy):
+        with saved_tensors_hooks(pack, unpack):
             return backward(module, x)
 
     case.agree(run)
 
 
-@section.row("Offload of saved tensors (`save_on_cpu`)")
+@section.row("Offload of saved tensors (`save_on_cpu`)", MOVED, MOVED)
 def test_save_on_cpu(case: Case) -> None:
     def run(module: nn.Module, x: Tensor) -> object:
         with save_on_cpu():

@@ -87,6 +87,8 @@ WRONG_OPTIONS: list[tuple[str, Any]] = [
     *(("step", value) for value in (float("nan"), float("inf"), "0.1", True, 1j, [0.1], 10**400)),
     *(("order", value) for value in (0, -1, 2.0, "2", True, 2**40, float("nan"), [1])),
     *(("anchor_every", value) for value in (0, -3, 1.0, "all", False, 2**31, 2**80)),
+    *(("bits", value) for value in (0, 1, 7, 17, -8, 2.0, 2**40, "8", True, None, {8}, [8, "4"],
+                                    [1, 8], [8, 2.5], [None, 0], [[8, 8]], float("nan"))),
     *(("kinks", value) for value in (0, 1, None, "yes", 1.0)),
     *(("depth", value) for value in (0, -2, 3, 2.0, "2", True, 2**40)),
     *((name, value) for name in ("scheme", "backward", "reverse", "stream", "nonfinite", "backend")

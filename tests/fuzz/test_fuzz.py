@@ -37,6 +37,7 @@ from hypothesis import strategies as st
 
 import resode_kernels as rk
 from resode_kernels.backends import cpp
+from resode_kernels.options import BITS
 
 WRAPPERS = {**COMMON, **TRANSFORMS, **COMPILED}
 CASES = int(os.environ.get("RESODE_FUZZ", "300"))
@@ -95,7 +96,13 @@ def check(case: Case) -> None:
     torch.manual_seed(case.seed)
     module = network.module()
     twin = copy.deepcopy(module)
-    exact = "reverse" not in network.options or network.options.get("order") == PRECISE["order"]
+    options = network.options
+    exact = (
+        "reverse" not in options
+        or options.get("order") == PRECISE["order"]
+        or options["step"] == TINY
+        or options.get("bits") == [None] * network.depth
+    )
     if is_fused:
         twin.double()
     reference = network.plain(twin)
@@ -157,6 +164,8 @@ some = st.sampled_from
 depths = st.integers(1, 6)
 BACKENDS = ["auto", "reference", *(["cpp"] if cpp.unavailable() is None else [])]
 schemes = some(["euler", "heun"])
+TINY = 5e-4
+"""A step with which the error of 16 bits is smaller than all that counts."""
 EXACT: list[dict[str, Any]] = [
     {"backward": "stored"},
     {"backward": "checkpoint"},
@@ -167,6 +176,8 @@ EXACT: list[dict[str, Any]] = [
     {"backward": "checkpoint", "step": 1.0},
     PRECISE,
     {**PRECISE, "anchor_every": 2},
+    {"reverse": "recorded", "bits": 16, "step": TINY},
+    {"reverse": "recorded", "bits": 16, "step": TINY, "anchor_every": 2},
 ]
 RULES: list[dict[str, Any]] = [
     {"reverse": "paper"},
@@ -175,6 +186,8 @@ RULES: list[dict[str, Any]] = [
     *({"reverse": "predicted", "order": order} for order in (1, 2, 3)),
     {"reverse": "paper", "anchor_every": 2},
     {"reverse": "predicted", "order": 2, "anchor_every": 3},
+    {"reverse": "recorded"},
+    {"reverse": "recorded", "anchor_every": 2},
 ]
 RARE = 60
 """One case in so many compiles, which takes a second."""
@@ -188,20 +201,32 @@ def wrappers(draw: st.DrawFn) -> str:
 
 
 @st.composite
+def bits_of(draw: st.DrawFn, depth: int, all_of: bool) -> Any:
+    """A number of bits or one for each step. Unless ``all_of`` so many that it makes no difference
+    when a rounding to float32 or less decides a code."""
+    number = some(BITS if all_of else (12, 16))
+    kept = st.lists(st.none(), min_size=depth, max_size=depth)
+    return draw(number | st.lists(number | st.none(), min_size=depth, max_size=depth) | kept)
+
+
+@st.composite
 def fused_cases(draw: st.DrawFn) -> Case:
     wrapper = draw(wrappers())
+    depth, dtype = draw(depths), draw(some(list(DTYPES)))
+    state_dtype = dtype if draw(st.integers(0, 3)) else draw(some(list(DTYPES)))
     options = dict(draw(some(EXACT)))
     if wrapper in COMMON and draw(st.booleans()):
         options = {**draw(some(RULES)), "step": draw(some([0.05, 0.02]))}
+        if options["reverse"] == "recorded":
+            options["bits"] = draw(bits_of(depth, {dtype, state_dtype} == {"float64"}))
     options |= {"scheme": draw(schemes), "backend": draw(some(BACKENDS))}
     if draw(st.integers(0, 9)) == 9:
         options["stream"] = "input"
     if options["backend"] != "cpp":  # which has none yet
         options["kinks"] = draw(st.booleans())
-    dtype = draw(some(list(DTYPES)))
     network = Fused(
         kind=draw(some(["mlp", "mlp", "linear", "basic", "bottleneck"])),
-        depth=draw(depths),
+        depth=depth,
         dtype=dtype,
         options=options,
         tied=draw(st.booleans()),
@@ -219,20 +244,21 @@ def fused_cases(draw: st.DrawFn) -> Case:
         special = draw(some([float("inf"), float("-inf"), float("nan")]))
     if network.is_stateful and wrapper in (*TRANSFORMS, "threads"):
         network = replace(network, functional=True)
-    state_dtype = dtype if draw(st.integers(0, 3)) else draw(some(list(DTYPES)))
     return draw(cases(network, wrapper, state_dtype, special))
 
 
 @st.composite
 def module_cases(draw: st.DrawFn) -> Case:
     wrapper = draw(wrappers())
-    options = {**draw(some(EXACT)), "scheme": draw(schemes)}
+    options, depth = {**draw(some(EXACT)), "scheme": draw(schemes)}, draw(depths)
     if draw(st.booleans()):
         options["stream"] = draw(some(["float32", "input"]))
+    if options.get("reverse") == "recorded" and draw(st.booleans()):
+        options |= {"bits": [None] * depth, "step": 0.3}
     dtype = draw(some(list(DTYPES)))
     network = Modules(
         kind=draw(some(list(MODULES))),
-        depth=draw(depths),
+        depth=depth,
         dtype=dtype,
         options=options,
         tied=draw(st.booleans()),

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from helpers import (
+    RECORDED,
     RULES,
     NearKink,
     Run,
@@ -22,6 +23,7 @@ from helpers import (
     start_of,
 )
 from providers import FLOATS, NARROW, Provider
+from recorded import assert_reversed_as_accurately
 from torch import Tensor, nn
 
 import resode_kernels as rk
@@ -119,6 +121,21 @@ def test_rules_and_schemes(
 ) -> None:
     stage = make_stage(block, 5, 7, 4, scheme=scheme, **options)
     assert_as_accurate_as_pytorch(stage, *torch.randn(2, 6, 5), by_kernels, passes_of(REFERENCE))
+
+
+@pytest.mark.parametrize("bits", [2, 5, 8, [None, 12, 3, None]], ids=str)
+@pytest.mark.parametrize(
+    ("block", "scheme"), [("tanh", "euler"), ("linear", "heun"), ("basic", "euler")]
+)
+def test_recorded_increments(provider: Provider, block: str, scheme: str, bits: Any) -> None:
+    """Of fused stages PyTorch records them, for every layer-wise backend."""
+    options = {"reverse": "recorded", "bits": bits, "scheme": scheme, "anchor_every": 3}
+    if block == "basic":
+        stage: rk.Stage = make_conv_stage("basic", "tanh", 35, 4, hidden=5, **options)
+        x, g = torch.randn(2, 2, 35, 3, 2)
+    else:
+        stage, (x, g) = make_stage(block, 35, 7, 4, **options), torch.randn(2, 6, 35)
+    assert_reversed_as_accurately(stage, x, g, provider.layerwise.LAYERWISE)
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -315,7 +332,7 @@ def run_modules(
     return (*outputs, *torch.autograd.grad(outputs, inputs, outputs))
 
 
-@pytest.mark.parametrize("options", RULES, ids=name)
+@pytest.mark.parametrize("options", [*RULES, *RECORDED], ids=name)
 @pytest.mark.parametrize("scheme", ["euler", "heun"])
 @pytest.mark.parametrize("kind", ["tensor", "tuple"])
 def test_stages_of_modules(

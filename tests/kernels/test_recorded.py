@@ -35,13 +35,14 @@ from recorded import (
     walk_back,
 )
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 
 import resode_kernels as rk
 from resode_kernels import recording, reference
 from resode_kernels.backends import cpp
 from resode_kernels.backends.engine import REFERENCE
 from resode_kernels.options import BITS
-from resode_kernels.recording import FusedRecorder, Recorder
+from resode_kernels.recording import Recorder, RowRecorder
 from resode_kernels.states import parts
 
 needs_cpp = pytest.mark.needs_cpp
@@ -62,7 +63,7 @@ class Wave:
         return reference.Function(lambda x: torch.sin(3 * x + a) * torch.cos(5 * x.roll(1, -1) + b))
 
 
-RECORDERS = {"modules": Recorder, "fused": FusedRecorder}
+RECORDERS = {"modules": Recorder, "fused": RowRecorder}
 if cpp.unavailable() is None:
     RECORDERS["C++"] = cpp.CppRecorder
 
@@ -416,6 +417,37 @@ def test_configure_to_recorded_and_back() -> None:
     errors = [relative_error(found[1], exact[1]) for found in (coarse, fine)]
     assert 1e-6 < errors[0] < 1e-2
     assert errors[1] < 1e-3 * errors[0]
+
+
+@pytest.mark.parametrize("backend", ["auto", "reference"])
+@pytest.mark.parametrize("kind", ["tanh", "linear", "basic"])
+def test_hooks_of_saved_tensors_see_codes_and_scales(kind: str, backend: str) -> None:
+    """They move them to a list and back, and the backward pass reads what they give back."""
+    options = {"bits": [4, None, 16, 2, 8], "backend": backend, "dtype": torch.float64}
+    stage = stage_of(kind, 40, 8, 5, reverse="recorded", **options)
+    x, g = torch.randn(2, *((2, 40, 3, 2) if kind == "basic" else (12, 40)), dtype=torch.float64)
+    expected, moved = gradients(stage, x, g), []
+
+    def pack(t: Tensor) -> int:
+        moved.append(t.detach().clone())
+        return len(moved) - 1
+
+    def run() -> list[Tensor]:
+        moved.clear()
+        leaf = x.clone().requires_grad_()
+        with saved_tensors_hooks(pack, lambda i: moved[i]):
+            y = stage(leaf)
+        for change in changes:
+            change(next(t for t in moved if t.dtype == torch.uint8))
+        return [y.detach(), *torch.autograd.grad(y, [leaf, *stage.parameters()], g)]
+
+    changes: list[Any] = []
+    assert all(map(torch.equal, run(), expected))
+    kept = {t.dtype: t for t in moved if t.dtype in (torch.uint8, torch.bfloat16)}
+    assert kept[torch.uint8].nbytes == 12 * 5 * (4 + 16 + 2)
+    assert kept[torch.bfloat16].shape == (3, 12, 2)
+    changes.append(Tensor.zero_)
+    assert max(map(relative_error, run(), expected)) > 1e-6
 
 
 def test_what_is_kept_has_the_documented_size() -> None:

@@ -363,11 +363,16 @@ def test_states_that_cannot_be_recorded_are_reported(
 ) -> None:
     x = torch.ones(3, 1, dtype=torch.float64)
     stage = make(backend=backend, bits=bits)
-    with pytest.raises(rk.NonFiniteReconstructionError, match=r"x\[1\] of a stage of N = 4"):
+    with pytest.raises(
+        rk.NonFiniteReconstructionError,
+        match=r"x\[1\] of a stage of N = 4.*set bits to a sequence with None",
+    ):
         stage(x).sum().backward()
     with pytest.warns(rk.NonFiniteReconstructionWarning, match=r"reverse='recorded'\. "):
         stage.configure(nonfinite="warn")(x).sum().backward()
     stage.configure(nonfinite="ignore")(x).sum().backward()
+    bits_and_none = [None, bits, bits, bits]  # as the error says
+    stage.configure(nonfinite="raise", bits=bits_and_none)(x).sum().backward()
 
 
 # ----------------------------------------------------------------------------------- as other rules

@@ -24,6 +24,10 @@ OF_MODULES = ("ConvStage", "ResidualStage")
 KINDS = (*FUSED, "ResidualStage")
 PACKAGE = Path(rk.__file__).parent
 TESTS = Path(__file__).parents[1]
+RECORDED: dict[str, Any] = {"reverse": "recorded", "order": None, "bits": 16, "step": 1e-3}
+"""As precise as ``PRECISE``, but for tests whose numbers the step makes small."""
+WITH_RECORDED = " recorded"
+"""The end of the name of a case with these options."""
 
 
 class Cell(NamedTuple):
@@ -75,8 +79,11 @@ class Section:
         fused: Cell = works(),  # noqa: B008
         modules: Cell = works(),  # noqa: B008
         kinds: Sequence[str] = KINDS,
+        recorded: bool = True,
     ) -> Any:
-        """Decorator of the test of a row. It runs with a ``case`` of each kind of stage."""
+        """Decorator of the test of a row. It runs with a ``case`` of each kind of stage, and with
+        recorded increments if ``recorded``."""
+        cases = [*kinds, *(kind + WITH_RECORDED for kind in kinds if recorded)]
 
         def decorate(test: Callable[..., None]) -> Any:
             self.rows.append(Row(feature, fused, modules, (f"{self.file}::{test.__name__}",)))
@@ -86,7 +93,7 @@ class Section:
                 with (modules if case.kind == "ResidualStage" else fused).holds():
                     test(case=case, **fixtures)
 
-            return pytest.mark.parametrize("case", kinds, indirect=True)(checked)
+            return pytest.mark.parametrize("case", cases, indirect=True)(checked)
 
         return decorate
 
