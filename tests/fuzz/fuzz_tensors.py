@@ -3,7 +3,7 @@ things that are no plain floating-point tensor."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -27,23 +27,28 @@ def transposed(v: Tensor) -> Tensor:
     return v.transpose(0, -1).contiguous().transpose(0, -1) if v.dim() else v
 
 
+def spoiled(v: Tensor, shape: Sequence[int]) -> Tensor:
+    """Memory full of NaNs, or of the largest integers."""
+    return v.new_full(shape, float("nan") if v.is_floating_point() else torch.iinfo(v.dtype).max)
+
+
 def strided(v: Tensor) -> Tensor:
     """Every second entry, between NaNs."""
-    memory = v.new_full((*v.shape, 2), float("nan"))
+    memory = spoiled(v, (*v.shape, 2))
     memory[..., 0] = v
     return memory[..., 0]
 
 
 def padded(v: Tensor) -> Tensor:
     """Rows that do not follow each other, with NaNs between them."""
-    memory = v.new_full((*v.shape[:-1], v.shape[-1] + 3), float("nan"))
+    memory = spoiled(v, (*v.shape[:-1], v.shape[-1] + 3))
     memory[..., 1:-2] = v
     return memory[..., 1:-2]
 
 
 def shifted(v: Tensor) -> Tensor:
     """Contiguous, beginning one element into its memory."""
-    memory = v.new_full((v.numel() + 1,), float("nan"))
+    memory = spoiled(v, (v.numel() + 1,))
     memory[1:] = v.flatten()
     return memory[1:].view(v.shape)
 

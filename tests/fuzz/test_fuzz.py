@@ -240,7 +240,8 @@ def fused_cases(draw: st.DrawFn) -> Case:
     if network.is_conv and "order" in options:  # batch norm makes the slopes of f large
         options["step"] = 0.01
     special = 0.0
-    if "backward" in options and draw(st.integers(0, 15)) == 15:
+    unreported = "backward" in options or options["reverse"] == "recorded"
+    if unreported and draw(st.integers(0, 15)) == 15:
         special = draw(some([float("inf"), float("-inf"), float("nan")]))
     if network.is_stateful and wrapper in (*TRANSFORMS, "threads"):
         network = replace(network, functional=True)

@@ -41,7 +41,9 @@ import resode_kernels as rk
 from resode_kernels import recording, reference
 from resode_kernels.backends import cpp
 from resode_kernels.backends.engine import REFERENCE
+from resode_kernels.fused import ops
 from resode_kernels.options import BITS
+from resode_kernels.problem import Problem
 from resode_kernels.recording import Recorder, RowRecorder
 from resode_kernels.states import parts
 
@@ -371,6 +373,25 @@ def test_errors_do_not_add_up(backend: str) -> None:
     assert errors[-1] < 1e-3
     ratios = [a / b for a, b in pairwise(errors)]
     assert ratios == pytest.approx([16, 16, 16], rel=0.35)  # as the levels
+
+
+@pytest.mark.parametrize("backend", ["auto", "reference"])
+def test_without_gradients_nothing_is_recorded(
+    backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stage, x = rk.MLPStage(20, 8, 4, reverse="recorded", backend=backend), torch.randn(3, 20)
+    expected, forward, problems = stage(x), ops.forward, []
+
+    def seen(x: Tensor, problem: Problem, backend: str) -> Any:
+        problems.append(problem)
+        return forward(x, problem, backend)
+
+    monkeypatch.setattr(ops, "forward", seen)
+    with torch.no_grad():
+        assert torch.equal(stage(x), expected)
+    stage(x)
+    assert [p.kept_names for p in problems] == [["anchors"], ["anchors", "codes", "scales"]]
+    assert [p.anchor_count for p in problems] == [0, 1]
 
 
 # ------------------------------------------------------------------------------------- the options

@@ -194,6 +194,17 @@ def test_an_outlier_is_spread_over_four(dtype: torch.dtype, bits: int, encoder: 
     assert increment.scales.tolist() == [[0.5, 1.0]]
 
 
+@pytest.mark.parametrize("encoder", ENCODERS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_scales_are_rounded_up(dtype: torch.dtype, encoder: Any) -> None:
+    """However little is missing, so that no element is beyond the largest level."""
+    exactly, beyond = torch.tensor(1.0, dtype=dtype), torch.tensor(1.0, dtype=dtype)
+    beyond = torch.nextafter(beyond, beyond + 1)
+    v = torch.stack([exactly, beyond, -exactly, -beyond]).unsqueeze(1)
+    _, increment = encoder(v, 8)
+    assert increment.scales.flatten().tolist() == [1, 1 + 2**-7] * 2
+
+
 @pytest.mark.needs_cpp
 @pytest.mark.parametrize("bits", BITS)
 def test_threads_write_the_same_bits(bits: int, threads: int) -> None:
