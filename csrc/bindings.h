@@ -56,13 +56,15 @@ struct PyStage : Stage {
   std::vector<int> bits_table;
 };
 
-std::shared_ptr<PyStage> make_stage(
-    const std::string& block, const std::string& activation, const std::string& scheme,
-    int64_t steps, double step, bool tied, int64_t rows, int64_t dim, int64_t hidden,
-    int64_t height, int64_t width, const std::vector<std::array<int64_t, 3>>& convolutions,
-    double epsilon, const std::string& stream, const std::string& storage,
-    const std::vector<PyMemory>& parameters, int64_t anchor_every, std::vector<int> bits,
-    int threads) {
+std::shared_ptr<PyStage> make_stage(const std::string& block, const std::string& activation,
+                                    const std::string& scheme, int64_t steps, double step,
+                                    bool tied, int64_t rows, int64_t dim, int64_t hidden,
+                                    int64_t height, int64_t width,
+                                    const std::vector<std::array<int64_t, 3>>& convolutions,
+                                    double epsilon, const std::string& stream,
+                                    const std::string& storage,
+                                    const std::vector<PyMemory>& parameters, int64_t anchor_every,
+                                    std::vector<int> bits, int threads) {
   auto s = std::make_shared<PyStage>();
   s->block = parse<Block>(block);
   s->activation = parse<Activation>(activation);
@@ -101,30 +103,34 @@ std::shared_ptr<PyStage> make_stage(
 
   py::class_<ForwardMemory>(m, "Forward", py::module_local())
       .def(py::init([](PyMemory x, PyMemory y, PyMemory anchors, PyMemory codes, PyMemory scales,
-                       PyMemory statistics) {
-             return ForwardMemory{to_native(x),     to_native(y),      to_native(anchors),
-                                  to_native(codes), to_native(scales), to_native(statistics)};
+                       PyMemory signs, PyMemory statistics) {
+             return ForwardMemory{to_native(x),         to_native(y),      to_native(anchors),
+                                  to_native(codes),     to_native(scales), to_native(signs),
+                                  to_native(statistics)};
            }),
            py::arg("x"), py::arg("y"), py::arg("anchors"), py::arg("codes"), py::arg("scales"),
-           py::arg("statistics"));
+           py::arg("signs"), py::arg("statistics"));
 
   py::class_<ReverseMemory>(m, "Reverse", py::module_local())
-      .def(py::init([](const std::string& reverse_rule, int order, PyMemory start, PyMemory anchors,
-                       PyMemory codes, PyMemory scales, PyMemory cotangent, PyMemory grad_x,
-                       const std::vector<PyMemory>& gradients, PyMemory nonfinite) {
-             return ReverseMemory{parse<ReverseRule>(reverse_rule),
-                                  order,
-                                  to_native(start),
-                                  to_native(anchors),
-                                  to_native(codes),
-                                  to_native(scales),
-                                  to_native(cotangent),
-                                  to_native(grad_x),
-                                  to_native(gradients),
-                                  to_native(nonfinite)};
-           }),
-           py::arg("reverse_rule"), py::arg("order"), py::arg("start"), py::arg("anchors"),
-           py::arg("codes"), py::arg("scales"), py::arg("cotangent"), py::arg("grad_x"), py::arg("gradients"), py::arg("nonfinite"));
+      .def(
+          py::init([](const std::string& reverse_rule, int order, PyMemory start, PyMemory anchors,
+                      PyMemory codes, PyMemory scales, PyMemory signs, PyMemory cotangent,
+                      PyMemory grad_x, const std::vector<PyMemory>& gradients, PyMemory nonfinite) {
+            return ReverseMemory{parse<ReverseRule>(reverse_rule),
+                                 order,
+                                 to_native(start),
+                                 to_native(anchors),
+                                 to_native(codes),
+                                 to_native(scales),
+                                 to_native(signs),
+                                 to_native(cotangent),
+                                 to_native(grad_x),
+                                 to_native(gradients),
+                                 to_native(nonfinite)};
+          }),
+          py::arg("reverse_rule"), py::arg("order"), py::arg("start"), py::arg("anchors"),
+          py::arg("codes"), py::arg("scales"), py::arg("signs"), py::arg("cotangent"),
+          py::arg("grad_x"), py::arg("gradients"), py::arg("nonfinite"));
 }
 
 // A pass that is ready to run, with what its plan refers to.

@@ -25,13 +25,13 @@ struct Memory {
 };
 
 struct ForwardMemory {
-  Memory x, y, anchors, codes, scales, statistics;
+  Memory x, y, anchors, codes, scales, signs, statistics;
 };
 
 struct ReverseMemory {
   ReverseRule reverse_rule;
   int order;
-  Memory start, anchors, codes, scales, cotangent, grad_x;
+  Memory start, anchors, codes, scales, signs, cotangent, grad_x;
   std::vector<Memory> gradients;  // in the order of Stage's parameters
   Memory nonfinite;
 };
@@ -126,8 +126,8 @@ inline void check_convolutions(const Stage& s) {
 }
 
 inline void check_bits(int bits, bool may_be_kept) {
-  const bool known =
-      (bits >= 2 && bits <= 6) || bits == 8 || bits == 12 || bits == 16 || (bits == 0 && may_be_kept);
+  const bool known = (bits >= 2 && bits <= 6) || bits == 8 || bits == 12 || bits == 16 ||
+                     (bits == 0 && may_be_kept);
   if (!known) refuse("bits must be 2, 3, 4, 5, 6, 8, 12 or 16, not " + std::to_string(bits));
 }
 
@@ -178,7 +178,8 @@ inline std::vector<void*> complete(Stage& s, const std::vector<Memory>& paramete
 
 // What a pass keeps of its states.
 struct KeptCounts {
-  int64_t anchors = 0, increments = 0, code_bytes = 0;  // code_bytes: of all increments of 8 columns
+  int64_t anchors = 0, increments = 0,
+          code_bytes = 0;  // code_bytes: of all increments of 8 columns
 };
 inline KeptCounts kept_counts(const Stage& s) {
   const int64_t every = s.anchor_every ? s.anchor_every : s.steps;
@@ -206,6 +207,10 @@ void check_kept(const Stage& s, const Io& io) {
   const int64_t octets = (s.dim + 7) / 8, groups = (s.dim + 31) / 32;
   check_memory("codes", io.codes, product({counts.code_bytes, s.rows, octets}), 1);
   check_memory("scales", io.scales, product({counts.increments, s.rows, groups, 2}), 2);
+  if (!io.signs.at) return;
+  if (s.block == Block::linear || s.activation != Activation::relu)
+    refuse("signs are kept of blocks with the activation 'relu' only");
+  check_memory("signs", io.signs, product({s.evaluations(), s.rows, s.sign_bytes()}), 1);
 }
 
 template <class T>
@@ -251,12 +256,12 @@ inline Forward checked(const Stage& s, const ForwardMemory& io) {
   check_kept(s, io);
   int64_t channels = 0;
   for (int l = 0; l < s.layers; ++l) channels += s.convolutions[l].out;
-  const int64_t evaluations = s.steps * (s.scheme == Scheme::heun ? 2 : 1);
   const int64_t each = bytes_of(s.stream);
   if (io.statistics.at)
-    check_memory("statistics", io.statistics, product({evaluations, 2, channels, each}), each);
+    check_memory("statistics", io.statistics, product({s.evaluations(), 2, channels, each}), each);
   return {pointer<const void>(io.x),   pointer<void>(io.y),      pointer<void>(io.anchors),
-          pointer<void>(io.codes), pointer<void>(io.scales), pointer<void>(io.statistics)};
+          pointer<void>(io.codes),     pointer<void>(io.scales), pointer<void>(io.signs),
+          pointer<void>(io.statistics)};
 }
 
 // `table` becomes that of the gradients, to which the result refers.
@@ -271,6 +276,7 @@ inline Reverse checked(const Stage& s, const ReverseMemory& io, std::vector<void
     refuse("anchor_every: so many states of this size cannot be held");
   if ((io.reverse_rule == ReverseRule::recorded) != s.records())
     refuse("bits of the stage must be given for the reverse rule 'recorded', and only for it");
+  if (io.signs.at && exact) refuse("signs are of no use to the reverse rule 'exact'");
   check_state("start", s, io.start);
   check_kept(s, io);
   check_state("cotangent", s, io.cotangent);
@@ -290,6 +296,7 @@ inline Reverse checked(const Stage& s, const ReverseMemory& io, std::vector<void
           pointer<const void>(io.anchors),
           pointer<const void>(io.codes),
           pointer<const void>(io.scales),
+          pointer<const void>(io.signs),
           pointer<const void>(io.cotangent),
           pointer<void>(io.grad_x),
           table.data(),

@@ -80,6 +80,15 @@ struct Stage {
     return last ? 0 : bits[bits_count == 1 ? 0 : n];
   }
 
+  // Evaluations of f in the forward pass, and the bytes of a row's signs in one of them.
+  int64_t evaluations() const { return steps * (scheme == Scheme::heun ? 2 : 1); }
+  int64_t sign_bytes() const {
+    if (block == Block::mlp) return (hidden + 7) / 8;
+    int64_t sum = 0;
+    for (int l = 0; l < layers; ++l) sum += (convolutions[l].in + 7) / 8;
+    return sum;
+  }
+
   int64_t blocks() const { return tied ? 1 : steps + (scheme == Scheme::heun); }
 
   // Of a block's k-th parameter.
@@ -99,6 +108,10 @@ struct Forward {
   void* anchors;
   void* codes;   // of every recorded increment, one after the other (cpu/core/recording.h)
   void* scales;  // [recorded increments, rows, groups of a row], bfloat16
+  // The signs of relu's arguments, one bit each (cpu/core/signs.h); null: they are not kept.
+  //   mlp   [evaluations, rows, ⌈hidden/8⌉]
+  //   conv  for every evaluation, one layer after the other, [rows, ⌈channels/8⌉] of its input
+  void* signs;
   // conv: for every evaluation of f, in order, mean and unbiased variance of every layer that
   // normalizes by its batch: [evaluations, Σ 2 · out]; null: not wanted
   void* statistics;
@@ -107,9 +120,9 @@ struct Forward {
 struct Reverse {
   ReverseRule reverse_rule;
   int order;
-  const void* start;       // where the pass starts: x[N], for `exact` x[0]; not for `recorded`
-  const void* anchors;     // as Forward left them
-  const void *codes, *scales;
+  const void* start;    // where the pass starts: x[N], for `exact` x[0]; not for `recorded`
+  const void* anchors;  // as Forward left them
+  const void *codes, *scales, *signs;
   const void* cotangent;   // ∂L/∂x[N]
   void* grad_x;            // null: not needed
   void* const* gradients;  // a table like the parameters', in the storage dtype; null: not needed

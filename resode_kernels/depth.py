@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import math
 from collections.abc import Sequence
 from fractions import Fraction
 from typing import TypeVar
@@ -35,7 +36,8 @@ AnyStage = TypeVar("AnyStage", bound=Stage)
 def deepen(stage: AnyStage, depth: int, *, interpolation: str = "nearest") -> AnyStage:
     """A copy of the stage with ``depth`` steps, more or fewer, over the same time N h.
 
-    h = 1/N becomes 1/depth; an explicit ``step=h`` becomes h N / depth. Other options stay, and
+    h = 1/N becomes 1/depth; an explicit ``step=h`` becomes h N / depth. If ``bits`` has an entry
+    for each step, a new step gets that of the nearest old one. Other options stay, and
     ``anchor_every`` still counts steps.
 
     A tied stage keeps its weights; its output changes by O(1/N), with Heun by O(1/N²). In an untied
@@ -61,6 +63,8 @@ def deepen(stage: AnyStage, depth: int, *, interpolation: str = "nearest") -> An
     options = stage.options
     if options.step is not None:
         options = dataclasses.replace(options, step=options.step * stage.depth / depth)
+    if not isinstance(options.bits, int):
+        options = dataclasses.replace(options, bits=_bits(options.bits, depth))
     places = [Fraction(0)] if stage.tied else _places(options, stage.depth, depth)
     if interpolation == "nearest":
         places = [Fraction(nearest(place)) for place in places]
@@ -99,6 +103,11 @@ def _places(options: Options, old: int, new: int) -> list[Fraction]:
     last = options.blocks(old) - 1
     places = ((n + offset) * old / new - offset for n in range(options.blocks(new)))
     return [min(max(place, Fraction(0)), Fraction(last)) for place in places]
+
+
+def _bits(old: Sequence[int | None], depth: int) -> tuple[int | None, ...]:
+    """For every new step the entry of the old step in whose time its middle lies."""
+    return tuple(old[math.floor((n + HALF) * len(old) / depth)] for n in range(depth))
 
 
 def _rebuilt(

@@ -181,7 +181,7 @@ def run_conv(
     method = options.method(checks.steps(depth, len(blocks), options))
     parameters = tuple(tensor for block in blocks for layer in block for tensor in layer)
     problem = Problem("conv", activation, parameters, method, len(blocks[0]), epsilon)
-    return autograd.run(x, problem, backends.choose(options.backend, x.device, x.dtype, problem))
+    return autograd.run(x, problem, backends.choose(options.backend, x.device, x.dtype))
 
 
 def run_linear(x: Tensor, weight: Tensor, depth: int | None, options: Options) -> Tensor:
@@ -206,7 +206,7 @@ def _run(
     try:
         method = options.method(checks.steps(depth, blocks, options))
         problem = Problem(block, activation, tensors, method)
-        backend = backends.choose(options.backend, x.device, x.dtype, problem)
+        backend = backends.choose(options.backend, x.device, x.dtype)
         if x.dim() == 2:  # even a reshape to the same shape would add two nodes to the graph
             return autograd.run(x, problem, backend)[0]
         return autograd.run(x.reshape(-1, dim), problem, backend)[0].reshape(x.shape)

@@ -64,7 +64,8 @@ class StageOptions(TypedDict, total=False):
                   stores the step's state as it is
     kinks         True: keep the sign of every argument of a relu in the forward pass, one bit each
                   (of other functions with kinks: on which side it is), and take these pieces in the
-                  backward pass. Exact modes and functions without kinks do without
+                  backward pass. Exact modes and functions without kinks do without. None: with
+                  "recorded", whose memory grows with depth anyway
     anchor_every  k: store the states x[k], x[2k], … and restart the reconstruction at each.
                   None: store none; with backward="checkpoint": k = √depth, of modules k = 1
     stream        "float32": states are float32, or float64 like x; "input": they are of x's dtype,
@@ -79,7 +80,7 @@ class StageOptions(TypedDict, total=False):
     reverse: ReverseRule
     order: int | None
     bits: Bits
-    kinks: bool
+    kinks: bool | None
     anchor_every: int | None
     stream: Stream
     nonfinite: NonFinite
@@ -99,7 +100,7 @@ class Options:
     reverse: ReverseRule = "refined"
     order: int | None = None
     bits: Bits = 8
-    kinks: bool = False
+    kinks: bool | None = None
     anchor_every: int | None = None
     stream: Stream = "float32"
     nonfinite: NonFinite = "raise"
@@ -118,7 +119,8 @@ class Options:
             if (value := getattr(self, name)) is not None:
                 object.__setattr__(self, name, positive_int(name, value))
         object.__setattr__(self, "bits", checked_bits(self.bits))
-        flag("kinks", self.kinks)
+        if self.kinks is not None:
+            flag("kinks", self.kinks)
         if self.order is not None and self.reverse == "recorded":
             raise ValueError(
                 "order does not apply to reverse='recorded', whose accuracy is set by bits: leave "
@@ -149,6 +151,11 @@ class Options:
         """``order``, or the default of the reverse rule if it is None."""
         refined = self.reverse == "refined"
         return self.order or (self.measured.order if refined else ORDERS[self.reverse].default)
+
+    @property
+    def resolved_kinks(self) -> bool:
+        """``kinks``, or whether the rule is ``recorded`` if it is None."""
+        return self.reverse == "recorded" if self.kinks is None else self.kinks
 
     def resolved_step(self, depth: int) -> float:
         """``step``, or 1/depth if it is None."""
@@ -196,7 +203,7 @@ class Options:
             order=self.resolved_order,
             anchor_every=anchor_every,
             bits=bits,
-            kinks=self.kinks and reverse_rule != "exact",
+            kinks=self.resolved_kinks and reverse_rule != "exact",
             nonfinite="ignore" if reverse_rule == "exact" else self.nonfinite,
         )
 

@@ -198,15 +198,29 @@ class Recorder:
         return rows.reshape(like.shape)
 
 
-class FusedRecorder(Recorder):
-    """Of the states of fused stages: a row is the last dimension; of images the channels of a
-    pixel."""
+class RowRecorder(Recorder):
+    """Of the states of fused stages that work row by row: a row is the last dimension."""
+
+    def rows(self, state: Tensor, like: Tensor) -> Tensor:
+        return state.reshape(-1, state.shape[-1])
+
+    def state(self, rows: Tensor, like: Tensor) -> Tensor:
+        return rows.reshape(like.shape)
+
+
+class PixelRecorder(Recorder):
+    """Of the images of fused stages: a row is the channels of a pixel."""
 
     def rows(self, state: Tensor, like: Tensor) -> Tensor:
         return state.movedim(1, -1).reshape(-1, state.shape[1])
 
     def state(self, rows: Tensor, like: Tensor) -> Tensor:
         return rows.reshape(like.movedim(1, -1).shape).movedim(-1, 1)
+
+
+def recorder_for(block: str) -> Recorder:
+    """For fused stages with this kind of block."""
+    return PixelRecorder() if block == "conv" else RowRecorder()
 
 
 def is_channels_last(state: Tensor) -> bool:

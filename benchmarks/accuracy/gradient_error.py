@@ -1,19 +1,30 @@
-"""Does ``rk.tune`` keep its promise? The script tunes stages of several kinds and depths on one
-batch. Then it measures the error of their gradients, by hand, on batches that ``tune`` has not
-seen.
+"""How large are gradient errors, and does ``rk.tune`` keep them below its bound?
 
     python benchmarks/accuracy/gradient_error.py
-    python benchmarks/accuracy/gradient_error.py --bound 1e-3 --depths 64 --batches 10
+    python benchmarks/accuracy/gradient_error.py --only tuned --bound 1e-3 --depths 64 --batches 10
+    python benchmarks/accuracy/gradient_error.py --only unchanged --seeds 1 --networks "ViT*"
 
-Prints a table and writes a CSV and a PNG. If it is stopped, they show the stages that are complete.
+*Tuned*: the script tunes stages of several kinds and depths on one batch. Then it measures the
+error of their gradients, by hand, on batches that ``tune`` has not seen. Writes gradient_error.csv
+and .png.
+
+*Unchanged*: networks as they are, x + f(x), at initialisation, after some hundred steps of training
+on data that is there (scikit-learn's digits, the bytes of Python's standard library), and one
+pretrained network (networks/minilm.py says how to install it). Every rule is compared with exact
+backprop in float64, and with what everyone accepts: bfloat16 autocast, and states kept in bfloat16
+or, by the same quantiser, in 8 bits. Writes gradient_error_unchanged.csv and .png.
+
+Prints tables. If the script is stopped, they show the stages and networks that are complete.
 """
 
 from __future__ import annotations
 
 import argparse
+import statistics
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +32,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "lib"))
 
 import matplotlib as mpl
 import torch
-from networks import TransformerBlock
+import unchanged
+from networks import TransformerBlock, minilm
 from output import add_out, machine, results_folder, write_csv
 from progress import Progress, Stoppable
 from torch import Tensor
+from unchanged_picture import plot as plot_unchanged
 
 import resode_kernels as rk
 
@@ -150,16 +163,8 @@ def plot(rows: Sequence[Row], bound: float, path: Path) -> None:
     plt.close(figure)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--bound", type=float, default=1e-2)
-    parser.add_argument("--depths", type=int, nargs="+", default=[8, 16, 32, 64, 128, 256])
-    parser.add_argument("--batches", type=int, default=5, help="that were not tuned on")
-    add_out(parser)
-    options = parser.parse_args()
-
+def tuned(parser: argparse.ArgumentParser, options: argparse.Namespace) -> bool:
+    """Whether all stages keep the bound."""
     torch.manual_seed(0)
     cases = [(name, *make(depth)) for name, make in STAGES.items() for depth in options.depths]
     for name, step in (("ResNet-101's third, x + f/N", None), ("the same, x + f", 1.0)):
@@ -171,13 +176,79 @@ def main() -> None:
             rows.append(measure(name, stage, shape, options.bound, options.batches))
             print(table(rows[-1:]), flush=True)
     if rows:
-        folder = results_folder(parser, options, published=not run.stopped)
+        folder = results_folder(parser, options, besides=["only"], published=not run.stopped)
         print(f"\n{machine()}, bound {options.bound:.0e}\n\n{table(rows)}")
         write_csv(folder / "gradient_error.csv", [asdict(row) for row in rows])
         plot(rows, options.bound, folder / "gradient_error.png")
-        print(f"\nWrote {folder / 'gradient_error'}.csv and .png")
+        print(f"\nWrote {folder / 'gradient_error'}.csv and .png\n")
     run.end()
-    if not all(row.keeps for row in rows):
+    return all(row.keeps for row in rows)
+
+
+def networks_as_they_are(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+    names = [n for n in unchanged.NETWORKS if fnmatch(n, options.networks)]
+    if (missing := minilm.missing()) is not None:
+        print(f"{unchanged.PRETRAINED} is left out: {missing}\n")
+    elif fnmatch(unchanged.PRETRAINED, options.networks):
+        names.append(unchanged.PRETRAINED)
+    if not names:
+        parser.error(f"--networks {options.networks}: no network is called so")
+    found: unchanged.Found = {}
+    with Stoppable() as run:
+        unchanged.run(unchanged.jobs_of(names, options.seeds, options.steps), found)
+    if found:
+        complete = missing is None and not run.stopped
+        folder = results_folder(parser, options, besides=["only"], published=complete)
+        rows = unchanged.rows(found)
+        print(f"{machine()}\n\n{unchanged.table(rows)}\n\n{yardstick(rows)}")
+        path = folder / "gradient_error_unchanged"
+        write_csv(path.with_suffix(".csv"), [asdict(row) for row in rows])
+        plot_unchanged(rows, path.with_suffix(".png"))
+        print(f"\nWrote {path}.csv and .png")
+    run.end()
+
+
+def yardstick(rows: Sequence[unchanged.Row]) -> str:
+    """A verdict: ``recorded`` with 8 bits against autocast."""
+    ratios = {}
+    for name, weights in dict.fromkeys((row.network, row.weights) for row in rows):
+        mine = [row for row in rows if (row.network, row.weights) == (name, weights)]
+        accepted = next(row.error for row in mine if row.setting == unchanged.AUTOCAST.name)
+        kinks = any(row.kinks for row in mine)
+        ratios[f"{name}, {weights}"] = next(
+            row.error / accepted
+            for row in mine
+            if (row.setting, row.bits, row.kinks) == ("recorded", 8, kinks)
+        )
+    larger = [name for name, ratio in ratios.items() if ratio > 1]
+    return (
+        f"recorded with 8 bits: {statistics.median(ratios.values()):.2f} × the error of bfloat16 "
+        f"autocast in the median of {len(ratios)} networks, {max(ratios.values()):.2f} × at worst; "
+        f"larger for {', '.join(larger) if larger else 'none'}"
+    )
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--only", choices=["tuned", "unchanged"], help="one of the two parts")
+    parser.add_argument("--bound", type=float, default=1e-2)
+    parser.add_argument("--depths", type=int, nargs="+", default=[8, 16, 32, 64, 128, 256])
+    parser.add_argument("--batches", type=int, default=5, help="that were not tuned on")
+    parser.add_argument("--networks", default="*", metavar="GLOB", help="unchanged networks")
+    parser.add_argument("--seeds", type=int, default=3, help="of unchanged networks (default: 3)")
+    parser.add_argument(
+        "--steps", type=int, default=300, help="that unchanged networks are trained (default: 300)"
+    )
+    add_out(parser)
+    options = parser.parse_args(arguments)
+    if min(options.seeds, options.steps + 1) < 1:
+        parser.error("--seeds must be at least 1, --steps at least 0")
+    keeps = options.only == "unchanged" or tuned(parser, options)
+    if options.only != "tuned":
+        networks_as_they_are(parser, options)
+    if not keeps:
         raise SystemExit("the bound was left")
 
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 
 from gate import Contestant, own_contestant, stated_error
 from networks import (
+    BFLOAT16_STATES,
     CHANNELS_LAST,
     CHECKPOINT,
     COMPILED,
@@ -19,7 +20,7 @@ from peers import PEERS
 from torch import Tensor
 
 EXACT = (STANDARD, CHANNELS_LAST, COMPILED, PER_BLOCK, CHECKPOINT)
-EVERYONE = (*EXACT, PLAIN, *PEERS, *RULES)
+EVERYONE = (*EXACT, BFLOAT16_STATES, PLAIN, *PEERS, *RULES)
 
 
 def contestants_of(network: Network, names: Iterable[str]) -> dict[str, Contestant]:

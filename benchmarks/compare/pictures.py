@@ -13,6 +13,7 @@ import matplotlib.pyplot as plt
 from colours import COLOURS
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter, PercentFormatter
 from networks import (
+    BFLOAT16_STATES,
     CHANNELS_LAST,
     CHECKPOINT,
     COMPILED,
@@ -34,6 +35,7 @@ SHORT = {
     COMPILED: "torch.compile",
     PER_BLOCK: "checkpoint per block",
     CHECKPOINT: "checkpoint √N",
+    BFLOAT16_STATES: "bfloat16 states",
     PLAIN: "paper's rule, plain",
     "torchdiffeq, call per block": "torchdiffeq per block",
 }
@@ -71,7 +73,7 @@ def draw_batches(rows: Sequence[Row], configs: dict[str, Config]) -> Any:
     """Time relative to standard backprop against the batch, for every width of MLPs."""
     mlps = [row for row in rows if configs[row.workload].stage == "mlp"]
     mlps = [row for row in mlps if configs[row.workload].scheme == "euler"]
-    names = [COMPILED, CHECKPOINT, "paper", "predicted"]
+    names = [COMPILED, CHECKPOINT, "paper", "predicted", "recorded"]
     mlps = [row for row in mlps if row.contestant in names]
     dims = sorted({configs[row.workload].dim for row in mlps})
     if not dims:

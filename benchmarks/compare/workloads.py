@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 from contestants import EVERYONE
 from networks import (
+    BFLOAT16_STATES,
     CHANNELS_LAST,
     CHECKPOINT,
     COMPILED,
@@ -18,17 +19,17 @@ from networks import (
 from peers import PEERS
 
 # For sweeps: without the contestants that are slower than these everywhere.
-SWEEP = (STANDARD, CHANNELS_LAST, COMPILED, CHECKPOINT, "paper", "predicted")
+SWEEP = (STANDARD, CHANNELS_LAST, COMPILED, CHECKPOINT, "paper", "predicted", "recorded")
 # torchdiffeq is the only other package with Heun's steps.
 HEUN = (STANDARD, COMPILED, CHECKPOINT, *PEERS, *RULES)
 # For steps that take seconds: the fastest of the contestants with the same idea.
 LARGE = (
-    *(STANDARD, CHANNELS_LAST, COMPILED, CHECKPOINT),
+    *(STANDARD, CHANNELS_LAST, COMPILED, PER_BLOCK, CHECKPOINT, BFLOAT16_STATES),
     *("torchdiffeq, call per block", "momentumnet", "RevTorch"),
     *RULES,
 )
 # For stages of modules: PyTorch's own methods and the rules.
-MODULES = (STANDARD, COMPILED, PER_BLOCK, CHECKPOINT, *RULES)
+MODULES = (STANDARD, COMPILED, PER_BLOCK, CHECKPOINT, BFLOAT16_STATES, *RULES)
 
 
 class Workload(NamedTuple):

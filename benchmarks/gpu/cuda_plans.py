@@ -14,7 +14,7 @@ DIMS = (16, 32, 64, 128, 256)
 ROWS, DEPTH = 65536, 16
 SOMEWHERE = (1 << 20, 1 << 50)  # an address and bytes: planning reads nothing
 ABSENT = (0, 0)
-KEPT = {"anchors": ABSENT, "codes": ABSENT, "scales": ABSENT}
+KEPT = {"anchors": ABSENT, "codes": ABSENT, "scales": ABSENT, "signs": ABSENT}
 
 
 @dataclass(frozen=True)

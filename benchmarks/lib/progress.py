@@ -46,8 +46,12 @@ class Progress:
     def over(self, items: Iterable[T]) -> Iterator[T]:
         for item in items:
             yield item
-            self.done += 1
-            self.say("")
+            self.advance()
+
+    def advance(self, items: int = 1) -> None:
+        """So many more are done."""
+        self.done += items
+        self.say("")
 
     def say(self, text: str) -> None:
         """Prints a line, unless the last one is too recent."""

@@ -41,7 +41,7 @@ SECONDS = {
     "fig2_linear_weights": (2, 14),
     "props3_6_orders": (4, 258),
     "fig3a_step": (20, 161),
-    "fig3b_failure": (30, 77),
+    "fig3b_failure": (60, 110),
     "fig3c_gradient_error": (10, 45),
     "fig4_depth": (30, 230),
     "table2_finetune": (30, 175),
@@ -56,6 +56,7 @@ COLOURS = {
     "paper": "#0072b2",
     "refined": "#009e73",
     "predicted": "#cc79a7",
+    "recorded": "#e69f00",
     "tuned": "#009e73",
 }
 """One colour means one thing in all figures (Okabe and Ito's palette)."""

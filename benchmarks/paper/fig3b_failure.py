@@ -1,11 +1,12 @@
-"""Figure 3 (b): the adjoint method fails at usual depth, and what ``rk.tune`` does about it.
+"""Figure 3 (b): the adjoint method fails at usual depth, recorded increments do not.
 
 The paper could not train a ResNet-101 on ImageNet with approximate gradients in its third layer,
 which has 23 bottleneck blocks: the error falls as 1/N and N = 23 is not enough. Here the same kind
 of stage (23 bottlenecks, batch norm, relu) is trained on handwritten digits with exact gradients,
-with the paper's rule, and with what ``rk.tune`` chooses for an error of one per cent. Both ways of
-scaling it are tried: the classical x + f(x), and the paper's x + f(x)/N. ``rk.monitor`` measures
-the error of the gradients on the way. With ``--data``: ResNet-101 itself.
+with the paper's rule, with increments recorded in 8 bits and kinks remembered, and with what
+``rk.tune`` chooses for an error of one per cent. Both ways of scaling it are tried: the classical
+x + f(x), and the paper's x + f(x)/N. ``rk.monitor`` measures the error of the gradients on the way.
+With ``--data``: ResNet-101 itself.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import statistics
 import warnings
 from dataclasses import dataclass, replace
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +32,13 @@ from resode_kernels.models import ResNet, resnet101
 BOUND = 1e-2
 STEPS = {"classical": 1.0, "1/N": None}
 """x + f(x), and x + f(x)/N."""
-WAYS = {"exact": {"backward": "stored"}, "paper": {"reverse": "paper"}, "tuned": {}}
+RECORDED: dict[str, Any] = {"reverse": "recorded", "bits": 8, "kinks": True}
+WAYS: dict[str, dict[str, Any]] = {
+    "exact": {"backward": "stored"},
+    "paper": {"reverse": "paper"},
+    "recorded": RECORDED,
+    "tuned": {},
+}
 
 
 @dataclass(frozen=True)
@@ -106,7 +114,7 @@ def run(options: Options) -> Result:
     recipe = trainer.TRAINING[images.name]
     if images.name == "digits":
         recipe = replace(recipe, epochs=2 if options.quick else 8)
-    seeds = range(options.seeds or (1 if options.quick else 3))
+    seeds = range(options.seeds or (2 if options.quick else 3))
     jobs = [
         Job(step, way, seed, recipe, options.data, options.device)
         for way in reversed(WAYS)  # tuning takes longest
@@ -120,7 +128,7 @@ def run(options: Options) -> Result:
     order = [(step, way) for step in STEPS for way in WAYS]
     options.rows.sort(key=lambda row: order.index((row["step"], row["way"])))
     return Result(
-        title="Figure 3 (b): failure at usual depth, and its repair",
+        title="Figure 3 (b): failure at usual depth, solved by recorded increments",
         rows=options.rows,
         figure=draw(runs),
         verdicts=verdicts(runs),
@@ -133,6 +141,9 @@ def run(options: Options) -> Result:
             "are near enough to the output, make training slower, and do not keep the network from "
             "learning ten classes of 8 × 8 pixels in the end. With the factor 1/N the errors of "
             "the paper's rule are some per cent and do no harm here.",
+            "*recorded*: increments in 8 bits, kinks remembered. Curves are "
+            "smoothed over ten iterations. Two trainings are apart by the mean distance of their "
+            "curves.",
         ],
     )
 
@@ -166,8 +177,31 @@ def test_error(runs: list[Training]) -> float:
     return statistics.median(one.test_error for one in runs)
 
 
+def apart(one: Training, two: Training) -> float:
+    """The mean distance between two loss curves."""
+    pairs = list(zip(smooth(one.losses), smooth(two.losses), strict=False))
+    return sum(abs(a - b) for a, b in pairs) / len(pairs)
+
+
+def coincides(exact: list[Training], recorded: list[Training], spread: float) -> Verdict:
+    """``spread``: of the test errors of ``exact``."""
+    from_exact = statistics.mean(apart(a, b) for a, b in zip(exact, recorded, strict=True))
+    seeds = [apart(a, b) for a, b in combinations(exact, 2)]
+    between_seeds = statistics.mean(seeds) if seeds else 0.0
+    off = abs(test_error(recorded) - test_error(exact))
+    return Verdict(
+        "with recorded increments the classical network trains like exact backprop, within the "
+        "spread over seeds",
+        from_exact <= between_seeds and off <= spread,
+        f"gradients off by {median_error(recorded):.1%}; loss curves of the same seed are "
+        f"{from_exact:.3f} apart, those of exact backprop with two seeds {between_seeds:.3f}; test "
+        f"error {test_error(recorded):.1%} against {test_error(exact):.1%}, of which seeds differ "
+        f"by {spread:.1%}",
+    )
+
+
 def verdicts(runs: Runs) -> list[Verdict]:
-    exact, paper, tuned = (runs["classical", way] for way in WAYS)
+    exact, paper, recorded, tuned = (runs["classical", way] for way in WAYS)
     final = {
         way: smooth(median_curve([one.losses for one in runs["classical", way]]))[-1]
         for way in WAYS
@@ -191,6 +225,7 @@ def verdicts(runs: Runs) -> list[Verdict]:
             f"test error {test_error(paper):.1%} against {test_error(exact):.1%}, of which seeds "
             f"differ by {spread:.1%}",
         ),
+        coincides(exact, recorded, spread),
         Verdict(
             "tuned, the same network trains like exact backprop",
             gap < 0.15 and abs(test_error(tuned) - test_error(exact)) < 0.02,
@@ -221,19 +256,37 @@ def table(runs: Runs) -> str:
     return "\n".join(lines)
 
 
+LABELS = {
+    "exact": "exact backprop",
+    "paper": "the paper's rule",
+    "recorded": "recorded, 8 bits, kinks",
+}
+STYLES: dict[str, dict[str, Any]] = {
+    "exact": {"linewidth": 4, "alpha": 0.4},
+    "tuned": {"linestyle": "--"},
+}
+
+
 def draw(runs: Runs) -> Any:
-    figure, axes = panels(3, "23 bottleneck blocks: failure of the adjoint method, and its repair")
+    figure, axes = panels(
+        3, "23 bottleneck blocks: the paper's rule falls behind, recorded increments do not"
+    )
     for panel, step in zip(axes, STEPS, strict=False):
+        seeds = list(zip(*(smooth(r.losses) for r in runs[step, "exact"]), strict=True))
+        panel.fill_between(
+            range(len(seeds)), list(map(min, seeds)), list(map(max, seeds)),
+            color=COLOURS["exact"], alpha=0.12, linewidth=0, label="exact backprop, all seeds",
+        )  # fmt: skip
         for way in WAYS:
             losses = smooth(median_curve([r.losses for r in runs[step, way]]))
-            label = f"tuned: {runs[step, way][0].setting}" if way == "tuned" else way
-            style = {"linestyle": "--", "linewidth": 2.5} if way == "tuned" else {}
+            label = f"tuned: {runs[step, way][0].setting}" if way == "tuned" else LABELS[way]
+            style = STYLES.get(way, {})
             panel.plot(losses, color=COLOURS[way], label=label, **style)
         rule = "x + f(x)" if step == "classical" else "x + f(x)/N"
         panel.set(title=f"Training loss, {rule}", xlabel="iteration", yscale="log")
         panel.legend(frameon=False)
     for step, style in zip(STEPS, ("-", ":"), strict=True):
-        for way in ("paper", "tuned"):
+        for way in ("paper", "recorded", "tuned"):
             seen = runs[step, way][0].gradient_errors
             exact = ", exact" if not any(o.error for o in seen) else ""
             axes[2].plot([o.call for o in seen], [max(o.error, 1e-8) for o in seen], style,

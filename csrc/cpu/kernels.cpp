@@ -48,9 +48,8 @@ void run_increment(const resode::Increment& io) {
         T* const first = static_cast<T*>(const_cast<void*>(state)) + rows.begin * io.row;
         return InRows<T>{first, rows.end - rows.begin, io.row};
       };
-      const Recorded at{
-          static_cast<uint8_t*>(io.codes) + rows.begin * code_bytes(io.row, io.bits),
-          static_cast<uint16_t*>(io.scales) + rows.begin * groups_of(io.row)};
+      const Recorded at{static_cast<uint8_t*>(io.codes) + rows.begin * code_bytes(io.row, io.bits),
+                        static_cast<uint16_t*>(io.scales) + rows.begin * groups_of(io.row)};
       const Share groups = Share::all(groups_of(io.row));
       if (io.x)
         record(place(io.x), place(io.estimate), place(io.moved), at, io.bits, groups);

@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from .. import reference
-from ..problem import Problem
 from ..recording import Recorder
 from . import cpp, cuda, triton
 from .contract import Backend, BackendUnavailableError
@@ -32,7 +31,6 @@ __all__ = [
     "choose",
     "choose_combine",
     "choose_recorder",
-    "lacks_kinks",
     "why_not",
 ]
 
@@ -47,29 +45,16 @@ def why_not(name: str, device: torch.device, dtype: torch.dtype = torch.float32)
     return backend.unavailable() or backend.refuses(device, dtype)
 
 
-def lacks_kinks(name: str, problem: Problem | None) -> str | None:
-    """Why the backend cannot run the problem, or None if it can: the C++ kernels keep no signs of
-    relu's arguments yet."""
-    if name != cpp.name or problem is None or not problem.keeps_signs:
-        return None
-    return "it has no kinks=True yet, which the backend 'reference' has"
-
-
-def choose(
-    name: str,
-    device: torch.device,
-    dtype: torch.dtype = torch.float32,
-    problem: Problem | None = None,
-) -> str:
+def choose(name: str, device: torch.device, dtype: torch.dtype = torch.float32) -> str:
     """The backend that runs an x on ``device`` with the option ``backend=name``."""
     if name == "auto":
         for candidate, backend in REGISTRY.items():
             if device.type in backend.automatic_on and why_not(candidate, device, dtype) is None:
-                return REFERENCE.name if lacks_kinks(candidate, problem) else candidate
+                return candidate
         if not torch.compiler.is_compiling():  # a warning would break the graph
             _warn_of_missing_kernels(device.type)
         return REFERENCE.name
-    reason = why_not(name, device, dtype) or lacks_kinks(name, problem)
+    reason = why_not(name, device, dtype)
     if reason is not None:
         raise BackendUnavailableError(
             f"backend={name!r} is not available: {reason} "

@@ -13,11 +13,9 @@ from .. import recording, reference
 from ..kinks import Signs
 from ..nonfinite import Extremes
 from ..problem import PER_LAYER, Kept, Problem
-from ..recording import FusedRecorder, Increment
+from ..recording import Increment, recorder_for
 from ..states import stream_dtype
 from .contract import ForwardIO, ReverseIO
-
-RECORDER = FusedRecorder()
 
 
 class EngineBackend:
@@ -83,7 +81,7 @@ class EngineBackend:
             scheme = self.scheme(problem, io.x.dtype, io.statistics, signs)
             if problem.is_recorded:
                 bits = problem.method.increments()
-                result, record = reference.record(scheme, io.x, bits, RECORDER)
+                result, record = reference.record(scheme, io.x, bits, recorder_for(problem.block))
                 anchors = record.kept
                 for place, (increment,) in zip(
                     increments_of(problem, io.kept), record.increments.values(), strict=True
@@ -116,7 +114,7 @@ class EngineBackend:
         anchors = {(i + 1) * method.anchor_every: state for i, state in enumerate(io.kept.anchors)}
         if problem.is_recorded:
             record = record_of(problem, io.kept)
-            pullbacks = reference.recorded(scheme, record, RECORDER, watch=watch)
+            pullbacks = reference.recorded(scheme, record, recorder_for(problem.block), watch=watch)
         elif method.reverse_rule == "exact":
             pullbacks = reference.exact(scheme, start, anchors)
         else:

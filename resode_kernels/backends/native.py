@@ -21,8 +21,6 @@ from .contract import ForwardIO, ReverseIO
 INTERFACE = 3
 """The version of the interface between Python and the compiled modules: ``kInterface`` of
 csrc/stage.h, to be raised when a signature changes."""
-KEPT = 3
-"""How many fields of ``Kept`` the kernels take, the first ones: they keep no signs yet."""
 
 
 @functools.cache
@@ -123,8 +121,7 @@ def stage_of(
 
 def forward_of(module: Any, io: ForwardIO) -> Any:
     """The struct Forward. All tensors are contiguous."""
-    kept = io.kept[:KEPT]
-    return module.Forward(memory(io.x), memory(io.y), *map(memory, kept), memory(io.statistics))
+    return module.Forward(memory(io.x), memory(io.y), *map(memory, io.kept), memory(io.statistics))
 
 
 def reverse_of(module: Any, problem: Problem, io: ReverseIO) -> Any:
@@ -134,7 +131,7 @@ def reverse_of(module: Any, problem: Problem, io: ReverseIO) -> Any:
         problem.method.reverse_rule,
         problem.method.order,
         memory(io.start),
-        *map(memory, io.kept[:KEPT]),
+        *map(memory, io.kept),
         memory(io.cotangent),
         grad_x,
         gradients,

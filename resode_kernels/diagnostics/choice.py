@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import replace
 
 from ..states import State
+from .allocation import Allocator
 from .budget import Budget
 from .probe import Gradients, Loss, Probe
 from .settings import CHECKPOINT, Measurement, Setting
@@ -15,16 +17,26 @@ MARGIN = 2.0
 """A setting is chosen if its error is below the bound by this factor: other batches differ."""
 NEARBY = 3
 """The number of nearby inputs at which a setting is tested before it is chosen."""
+SAFETY = 0.8
+"""Bits are allocated for an error below that by this factor, because they leave no more of it."""
 ALIKE = 1.05
 """Times whose ratio is below this count as equal."""
 
 
 class Choice:
-    """Chooses among the settings that were measured."""
+    """Chooses among the settings that were measured, and those that ``allocator`` finds."""
 
-    def __init__(self, probe: Probe, loss: Loss | None, measurements: list[Measurement]) -> None:
+    def __init__(
+        self,
+        probe: Probe,
+        loss: Loss | None,
+        measurements: list[Measurement],
+        allocator: Allocator | None = None,
+    ) -> None:
         self.probe, self.loss = probe, loss
-        self.measurements = measurements
+        self.measurements, self.allocator = measurements, allocator
+        self.allocated: Measurement | None = None
+        """The measurement that the allocator has added."""
         self.inputs: dict[int, tuple[Probe, State, Gradients]] = {}
         """The nearby inputs so far by their numbers, with their cotangents and exact gradients."""
 
@@ -34,13 +46,33 @@ class Choice:
         gradient, and whether one lies there is a matter of chance. Tests nearby inputs as long as
         time is left and updates ``measurements`` by the errors."""
         tested: set[Setting] = set()
+        limit = max_gradient_error / MARGIN
+        self.allocate(SAFETY * limit, budget)
         while True:
             best = cheapest(self.measurements, max_gradient_error)
             done = best.nearby_inputs == NEARBY or best.setting in tested
             if best.setting == CHECKPOINT or done:
                 return best
             tested.add(best.setting)
-            self.measurements[self.measurements.index(best)] = self.test(best, budget)
+            found = self.replace(best, self.test(best, budget))
+            if found is self.allocated and limit < found.error < math.inf:
+                self.allocate(SAFETY * limit * min(SAFETY, limit / found.error), budget)
+
+    def allocate(self, max_error: float, budget: Budget) -> None:
+        """Puts an allocation for this error in the place of the one before."""
+        found = None if self.allocator is None else self.allocator.best(max_error, budget)
+        if self.allocated is not None:
+            self.measurements.remove(self.allocated)
+            self.allocated = None
+        if found is not None and all(m.setting != found.setting for m in self.measurements):
+            self.measurements.append(found)
+            self.allocated = found
+
+    def replace(self, old: Measurement, new: Measurement) -> Measurement:
+        self.measurements[self.measurements.index(old)] = new
+        if old is self.allocated:
+            self.allocated = new
+        return new
 
     def test(self, m: Measurement, budget: Budget) -> Measurement:
         """The measurement with the errors at further nearby inputs, while there is time."""
@@ -66,8 +98,9 @@ class Choice:
 
 def cheapest(measurements: Sequence[Measurement], max_gradient_error: float) -> Measurement:
     """The fastest setting whose error is below the bound with a margin and whose memory is below
-    that of checkpointing; of settings with equal times, the one with the least memory.
-    Checkpointing if there is no such setting."""
+    that of checkpointing; of settings with equal times, the one with the least memory. Times of
+    first runs do not count: then the one with the fewest products is the fastest. Checkpointing if
+    there is no such setting."""
     fallback = next(m for m in measurements if m.setting == CHECKPOINT)
     kept = [
         m
@@ -78,6 +111,7 @@ def cheapest(measurements: Sequence[Measurement], max_gradient_error: float) -> 
     ]
     if not kept:
         return fallback
-    fastest = min(m.seconds for m in kept)
-    alike = [m for m in kept if m.seconds <= ALIKE * fastest]
+    measured = all(m.runs > 1 for m in kept)
+    times = [m.seconds if measured else m.setting.products for m in kept]
+    alike = [m for m, time in zip(kept, times, strict=True) if time <= ALIKE * min(times)]
     return min(alike, key=lambda m: (m.memory, m.error))

@@ -20,7 +20,10 @@ if TYPE_CHECKING:
     from .monitoring import Monitor
     from .report import Report
 
-COLOURS = {"paper": "#0072b2", "refined": "#009e73", "predicted": "#cc79a7"}
+COLOURS = {
+    **{"paper": "#0072b2", "refined": "#009e73", "predicted": "#cc79a7"},
+    **{"recorded": "#e69f00"},
+}
 CYCLE = ("#0072b2", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#999999")
 MARKERS = {1: "o", 2: "s", 3: "^"}
 LIMIT, GREY = "#d55e00", "#999999"
@@ -173,7 +176,8 @@ def _settings(axes: Any, report: Report) -> None:
     unit = report.of(CHECKPOINT)
     adjoint = [m for m in report.settings if m.setting.backward == "adjoint"]
     for work in dict.fromkeys(m.setting.work for m in adjoint):
-        mine = [m for m in adjoint if m.setting.work == work]
+        name = "recorded" if work.records else work
+        mine = sorted((m for m in adjoint if m.setting.work == work), key=lambda m: m.memory)
         errors.line(
             [m.memory / unit.memory for m in mine],
             [m.error for m in mine],
@@ -181,7 +185,7 @@ def _settings(axes: Any, report: Report) -> None:
             marker=MARKERS.get(work.order or 1, "D"),
             markersize=6,
             linewidth=1,
-            label=f"{work}: {mine[0].seconds / unit.seconds:.2f} × checkpointing's time",
+            label=f"{name}: {mine[0].seconds / unit.seconds:.2f} × checkpointing's time",
         )
     right = max([1.0, *(m.memory / unit.memory for m in adjoint)])
     for m in (m for m in report.settings if m.setting in (CHECKPOINT, STORED)):

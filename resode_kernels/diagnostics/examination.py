@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from ..states import parts
-from . import constants
+from . import constants, yardsticks
+from .allocation import Allocator
 from .budget import Budget
 from .choice import Choice
 from .constants import Constants
@@ -16,7 +17,15 @@ from .measuring import Measurer
 from .memory import stored_fits
 from .probe import Loss, Probe
 from .report import Bound, Report
-from .settings import CHECKPOINT, STORED, Measurement, Setting, candidates, most_promising_first
+from .settings import (
+    CHECKPOINT,
+    PAPER,
+    STORED,
+    Measurement,
+    Setting,
+    candidates,
+    most_promising_first,
+)
 from .trajectory import Layer, Trajectory, reconstructed
 
 STATES = 5
@@ -26,10 +35,17 @@ second half of states again, and a reverse pass."""
 
 class Examination:
     """Measures the stage's own setting and one other at least, and the others while there is time.
-    ``settings`` are those to compare, None: ``candidates``."""
+    ``settings`` are those to compare, None: ``candidates``. ``has_loss``: whether the loss, here or
+    of the model around the stage, is the user's."""
 
     def __init__(
-        self, probe: Probe, loss: Loss | None, settings: Sequence[Setting] | None, budget: Budget
+        self,
+        probe: Probe,
+        loss: Loss | None,
+        settings: Sequence[Setting] | None,
+        budget: Budget,
+        *,
+        has_loss: bool,
     ) -> None:
         self.probe, stage = probe, probe.stage
         budget.show("computing exact gradients")
@@ -49,8 +65,13 @@ class Examination:
         self.settings = list(dict.fromkeys([*own, *asked, CHECKPOINT, *stored]))
         first = most_promising_first(asked) if settings is None else asked
         self.measurer.measure_all([*first, *stored], budget.part(0.6))
+        self.yardsticks = yardsticks.measure(
+            self.measurer, has_loss=has_loss, budget=budget.part(0.5)
+        )
         self.measurer.repeat(budget.part(0.25))
-        self.choice = Choice(probe, loss, self.measurer.measurements(self.settings))
+        allocator = Allocator(self.measurer) if settings is None else None
+        measured = self.measurer.measurements(self.settings)
+        self.choice = Choice(probe, loss, measured, allocator)
         self.layers: list[Layer] | None = None
         self.paper: list[Layer] | None = None
         self.constants: Constants | None = None
@@ -68,12 +89,10 @@ class Examination:
         budget.show("reconstructing the states")
         with self.probe.untouched():
             trajectory = Trajectory(self.probe)
-            self.layers = reconstructed(
-                trajectory, own.reverse, own.order or 1, own.anchor_every or 0
-            )
+            self.layers = reconstructed(trajectory, own.method(stage))
             if not budget.allows(cost):
                 return
-            self.paper = reconstructed(trajectory, "paper", 1)
+            self.paper = reconstructed(trajectory, PAPER.method(stage))
             if budget.allows(constants.EVALUATIONS * evaluation):
                 self.constants = constants.estimate(trajectory, stage, budget, evaluation)
 
@@ -99,6 +118,7 @@ class Examination:
             blocks=self.blocks,
             constants=self.constants,
             bound=self._bound(),
+            yardsticks=self.yardsticks,
             settings=found,
             not_measured=[s for s in self.settings if s not in measured],
             max_gradient_error=max_gradient_error,

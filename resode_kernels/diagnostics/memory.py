@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import os
-from dataclasses import replace
 
 import torch
 
-from ..options import Method
 from ..stages import StackedStage
 from ..states import parts
 from .probe import Probe, saved_bytes
@@ -18,13 +16,13 @@ def peak(probe: Probe, setting: Setting, held: int, block: int) -> int:
     """The peak of states and activations, see ``Measurement.memory``. ``held`` is what autograd
     holds between the passes, ``block`` what one evaluation of a block saves (``block_bytes``). In
     addition the reverse pass needs the cotangent. Rules that reconstruct states need the state, p,
-    the history and the activations of one step. Exact ones need a segment of states, and the
-    activations of one step. Stages with stacked parameters work on tiles of rows,
-    whose activations and p do not count."""
+    the history and the activations of one step. ``recorded`` needs the state, which is p, and the
+    activations; its codes, scales and kept states are among what is held. Exact ones need a segment
+    of states, and the activations of one step. Stages with stacked parameters work on tiles of
+    rows, whose activations and p do not count."""
     stage = probe.stage
     state: int = sum(t.nbytes for t in parts(probe.in_stream(probe.x)))
-    options = replace(stage.options, **setting._asdict())
-    method: Method = options.method(stage.depth, of_modules=stage.runs_modules)
+    method = setting.method(stage)
     if setting.backward == "stored" and stage.runs_modules:
         return held + state  # autograd keeps everything
     evaluations = 2 if method.scheme == "heun" else 1
@@ -32,6 +30,8 @@ def peak(probe: Probe, setting: Setting, held: int, block: int) -> int:
     activations = 0 if in_tiles else evaluations * block
     if method.reverse_rule == "exact":
         return held + state + state * method.anchor_every + activations
+    if method.bits:
+        return held + 2 * state + activations
     history = method.order if method.reverse_rule == "predicted" else 0
     return held + (2 + (not in_tiles) + history) * state + activations
 

@@ -134,7 +134,7 @@ def diagnose_model(
     for name, call in calls.items():
         part = budget.part(0.8 / (len(calls) - len(examinations)), name)
         linear = partial(inner_product, call.cotangent)
-        examination = Examination(call.probe, linear, settings, part)
+        examination = Examination(call.probe, linear, settings, part, has_loss=loss is not None)
         examination.recommend(max_gradient_error, part)
         examination.study(part)
         examination.choice.inputs.clear()  # gradients of all stages at once take memory

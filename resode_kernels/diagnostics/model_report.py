@@ -90,7 +90,8 @@ class ModelReport:
 
     def _table(self) -> list[str]:
         """One line per stage: the setting that it has and the one that is recommended."""
-        rows = [("stage", "N", "setting", "error", "recommended", "error", "memory", "time")]
+        head = ("stage", "N", "setting", "error", "recommended", "error", "memory", "time")
+        rows = [(*head, "autocast", "noise")]
         for name, r in self.stages.items():
             now, best, unit = self.in_force[name], r.recommended, r.of(CHECKPOINT)
             error = max(r.gradient.error, r.input_gradient.error)
@@ -104,6 +105,8 @@ class ModelReport:
                     "exact" if best.setting == CHECKPOINT else f"{best.error:.1e}",
                     f"{best.memory / unit.memory:.2f} ×",
                     f"{best.seconds / unit.seconds:.2f} ×",
+                    r.yardsticks.cell("autocast"),
+                    r.yardsticks.cell("noise"),
                 )
             )
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
@@ -119,6 +122,10 @@ class ModelReport:
             "whichever is larger",
             "memory, time: of a training step of the stage with the recommended setting, relative "
             "to checkpointing",
+            "autocast: the error of exact backprop under bfloat16 autocast, which training in "
+            "mixed precision accepts",
+            "noise: half the distance between the gradients of the batch's halves; errors far "
+            "below it change little",
         ]
 
     def _notes(self) -> list[str]:

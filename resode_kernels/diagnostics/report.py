@@ -6,12 +6,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from ..options import ORDERS
 from .choice import MARGIN, NEARBY
 from .constants import Constants
 from .gradients import GradientError
 from .settings import CHECKPOINT, STORED, Measurement, Setting
 from .trajectory import Layer
+from .yardsticks import Yardsticks
 
 WORST = 5
 """The number of parameters that the text names."""
@@ -53,6 +53,8 @@ class Report:
     """The errors of all parameters of block n together; tied: of the one block."""
     constants: Constants | None
     bound: Bound | None
+    yardsticks: Yardsticks
+    """Errors that training has anyway, to compare those of the settings with."""
     settings: list[Measurement]
     not_measured: list[Setting]
     max_gradient_error: float
@@ -85,7 +87,7 @@ class Report:
                 f"Set it by {self.name}.configure(backward='checkpoint', anchor_every=None)."
             )
         other = self.of(CHECKPOINT)
-        options = ", ".join(f"{key}={value!r}" for key, value in best.setting._asdict().items())
+        options = ", ".join(f"{key}={value!r}" for key, value in best.setting.options.items())
         return (
             f"Recommended: {best.setting}. Its gradient error is {best.error:.1e}, below {limit} "
             f"with a margin of {MARGIN:g}. It takes {best.seconds / other.seconds:.2f} × the time "
@@ -133,6 +135,8 @@ class Report:
                 *self._findings(),
                 "",
                 *self._table(),
+                "",
+                *self.yardsticks.lines(),
                 *self.missing(),
                 "",
                 self.recommendation,
@@ -195,7 +199,8 @@ class Report:
         ]
 
     def _table(self) -> list[str]:
-        """One line per rule and order: gradient error and memory for every distance of anchors."""
+        """One line per rule and order or bits: gradient error and memory for every distance of
+        anchors."""
         unit = self.of(CHECKPOINT).seconds
         settings = self._in_order()
         spacings = [
@@ -204,15 +209,15 @@ class Report:
         ]
         lines: dict[Setting, dict[int | None, str]] = {}
         for setting in settings:
-            lines.setdefault(setting.work, {})[setting.anchor_every] = f"{'–':>8}{'–':>10}"
+            lines.setdefault(setting.line, {})[setting.anchor_every] = f"{'–':>8}{'–':>10}"
         times: dict[Setting, float] = {}
         for m in self.settings:
             error = "exact" if m.setting in (CHECKPOINT, STORED) else f"{m.error:.1e}"
             mark = "*" if m is self.recommended else " "
             cell = f"{error:>8}{mark}{megabytes(m.memory):>9}"
-            lines[m.setting.work][m.setting.anchor_every] = cell
+            lines[m.setting.line][m.setting.anchor_every] = cell
             times[m.setting.work] = m.seconds
-        width = max(len(str(work)) for work in lines)
+        width = max(len(str(line)) for line in lines)
         heads = ["no anchors", *(f"anchors every {k}" for k in spacings[1:])]
         columns = "  ".join([f"{'error':>8} {'memory':>9}"] * len(heads))
         nearby = "its error covers nearby inputs as well"
@@ -223,13 +228,13 @@ class Report:
             f"{'':<{width}}  {'  '.join(f'{head:>18}' for head in heads)}",
             f"{'setting':<{width}}  {columns}  {'time/step':>11}  vs checkpoint",
             *(
-                f"{work!s:<{width}}  {'  '.join(cells.get(k, ' ' * 18) for k in spacings)}"
+                f"{line!s:<{width}}  {'  '.join(cells.get(k, ' ' * 18) for k in spacings)}"
                 + (
-                    f"  {1e3 * times[work]:>8,.1f} ms  {times[work] / unit:>11.2f} ×"
-                    if work in times
+                    f"  {1e3 * times[line.work]:>8,.1f} ms  {times[line.work] / unit:>11.2f} ×"
+                    if line.work in times
                     else f"  {'–':>11}  {'–':>13}"
                 )
-                for work, cells in lines.items()
+                for line, cells in lines.items()
             ),
             "error: relative error of all parameter gradients together or of the input gradient, "
             "whichever is larger",
@@ -241,11 +246,10 @@ class Report:
         """All settings that were to be measured: lines of the table by rule and order."""
         every = [*(m.setting for m in self.settings), *self.not_measured]
         exact = [setting for setting in every if setting.backward != "adjoint"]
-        rules = list(ORDERS)
         return [
             *sorted(
                 (setting for setting in every if setting.backward == "adjoint"),
-                key=lambda s: (rules.index(s.reverse), s.order or ORDERS[s.reverse].default),
+                key=lambda setting: setting.rank,
             ),
             *exact,
         ]
@@ -259,6 +263,7 @@ class Report:
         """What the report lacks because there was no time for it."""
         parts = [
             *([f"{len(self.not_measured)} settings (–)"] if self.not_measured else []),
+            *self.yardsticks.missing(),
             *(["times after a first run"] if self.of(CHECKPOINT).runs == 1 else []),
             *(["errors of the states"] if self.layers is None else []),
             *(["constants of the paper's theory"] if self.constants is None else []),
@@ -272,7 +277,7 @@ class Report:
 def _plain(m: Measurement) -> dict[str, Any]:
     return {
         "setting": str(m.setting),
-        "options": m.setting._asdict(),
+        "options": m.setting.options,
         "gradient_error": m.gradient.error,
         "gradient_cosine": m.gradient.cosine,
         "input_error": m.input.error,

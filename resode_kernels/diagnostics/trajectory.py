@@ -11,6 +11,9 @@ import torch
 from torch import Tensor
 
 from .. import reference
+from ..options import Method
+from ..recording import Recorder, recorder_for
+from ..stages import ConvStage, Stage
 from ..states import parts, state_like
 from .gradients import relative
 from .probe import Probe
@@ -76,17 +79,23 @@ class ProbedBlock(reference.Block):
             yield
 
 
+def scheme_of(probe: Probe) -> reference.Scheme:
+    """The stage's steps, made of ``ProbedBlock``s."""
+    stage = probe.stage
+    blocks = [ProbedBlock(probe, n) for n in range(stage.num_blocks)]
+    if stage.tied:
+        blocks *= stage.options.blocks(stage.depth)
+    method = stage.options.method(stage.depth)
+    return reference.SCHEMES[method.scheme](blocks, method.step)
+
+
 class Trajectory:
     """The states x[0] … x[N]. Every √N-th is stored; the others are computed again, a segment at a
     time. To be made and used inside ``probe.untouched()``."""
 
     def __init__(self, probe: Probe) -> None:
-        stage = probe.stage
-        method = stage.options.method(stage.depth)
-        self.blocks = [ProbedBlock(probe, n) for n in range(stage.num_blocks)]
-        blocks = self.blocks * stage.options.blocks(stage.depth) if stage.tied else self.blocks
-        self.scheme = reference.SCHEMES[method.scheme](blocks, method.step)
-        self.every = max(1, round(math.sqrt(stage.depth)))
+        self.scheme, self.recorder = scheme_of(probe), recorder_of(probe.stage)
+        self.every = max(1, round(math.sqrt(self.scheme.steps)))
         start = probe.in_stream(probe.x)
         self.end, kept = reference.forward(self.scheme, start, self.every)
         self.kept = {0: start, **kept}
@@ -107,7 +116,8 @@ class Trajectory:
     @property
     def largest_slope(self) -> float:
         """max ‖f_n(x)‖ over every evaluation so far."""
-        return max(block.largest for block in self.blocks)
+        largest: float = max(b.largest for b in self.scheme.f)  # type: ignore[attr-defined]
+        return largest
 
 
 class Layer(NamedTuple):
@@ -122,10 +132,8 @@ class Layer(NamedTuple):
     """‖x[n]‖."""
 
 
-def reconstructed(
-    trajectory: Trajectory, rule: str, order: int, anchor_every: int = 0
-) -> list[Layer]:
-    """The reverse pass from x[N] without gradients: the errors for n = 0 … N − 1."""
+def reconstructed(trajectory: Trajectory, method: Method) -> list[Layer]:
+    """The reverse pass without gradients: the errors for n = 0 … N − 1."""
     layers: list[Layer] = []
 
     def watch(n: int, p: Any, x: Any) -> None:
@@ -134,11 +142,45 @@ def reconstructed(
         state, point = (relative(norm(minus(y, true)), size) for y in (x, p))
         layers.append(Layer(n, state, point, size))
 
-    scheme = trajectory.scheme
-    kept = Anchors(trajectory, anchor_every) if anchor_every else {}
-    for _ in reference.adjoint(rule, order, scheme, trajectory.end, kept, watch=watch):
+    scheme, every = trajectory.scheme, method.anchor_every
+    if method.bits:
+        _, record = reference.record(
+            scheme, trajectory.kept[0], method.increments(), trajectory.recorder
+        )
+        pullbacks = reference.recorded(scheme, record, trajectory.recorder, watch=watch)
+    else:
+        pullbacks = reference.adjoint(
+            method.reverse_rule,
+            method.order,
+            scheme,
+            trajectory.end,
+            Anchors(trajectory, every) if every else {},
+            watch=watch,
+        )
+    for _ in pullbacks:
         pass
     return layers[::-1]
+
+
+def recorder_of(stage: Stage) -> Recorder:
+    """One whose rows are those that the stage records."""
+    if stage.runs_modules:
+        return Recorder()
+    return recorder_for("conv" if isinstance(stage, ConvStage) else "rows")
+
+
+def rounding_errors(probe: Probe, bits: int) -> list[float]:
+    """What recording every increment in ``bits`` does to the states: ‖x̂[n] − x[n]‖ / ‖x[n]‖ for
+    n = 1 … N − 1, where x̂[n] has the rounding error of the increment of step n − 1. To be called
+    inside ``probe.untouched()``."""
+    scheme, recorder = scheme_of(probe), recorder_of(probe.stage)
+    x = probe.in_stream(probe.x)
+    estimate, errors = recorder.estimate(x), []
+    for n in range(scheme.steps - 1):
+        x = reference.combine(x, (scheme.h, scheme.slope(n, x)))
+        estimate, _ = recorder.record(estimate, x, bits)
+        errors.append(relative(norm(minus(estimate, x)), norm(x)))
+    return errors
 
 
 class Anchors(dict[int, Any]):

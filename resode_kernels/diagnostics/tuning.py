@@ -8,7 +8,7 @@ from typing import Any, overload
 
 from torch import Tensor, nn
 
-from ..options import given, number
+from ..options import checked_bits, given, number
 from ..stages import Stage
 from ..states import State, parts
 from .budget import Budget, Display
@@ -76,14 +76,17 @@ def diagnose(
                         output
     max_gradient_error  the bound on the error with the recommended setting
     settings            the settings to compare with checkpointing, the most important first. None:
-                        every rule and order, without anchors and with anchors at several distances
+                        every rule and order, without anchors and with anchors at several distances;
+                        ``recorded`` with 4, 6 and 8 bits, and with the bits for each step that
+                        keep the bound in the least memory
     seconds             the time that the call may take, about. At least it computes an exact
                         gradient, a gradient with the stage's own setting and one with another
                         setting (of every stage, and with a model three gradients of the whole
                         model), however long that takes. Then it measures the other settings, the
-                        most promising first, repeats the measurements of times for 5 s at most,
-                        tests nearby inputs, reconstructs the states and estimates the constants of
-                        the paper's theory. The report says what there was no time for
+                        most promising first, and two yardsticks, errors that training has anyway.
+                        It repeats the measurements of times for 5 s at most, finds the bits of each
+                        step, tests nearby inputs, reconstructs the states and estimates the
+                        constants of the paper's theory. The report says what there was no time for
     args, kwargs        further arguments of a stage: ``stage(x, *args, **kwargs)``
 
     Returns a ``Report`` of a stage or a ``ModelReport``. In a model every stage is given its input
@@ -187,11 +190,13 @@ def _diagnose(
     for i, setting in enumerate(settings or []):
         if not isinstance(setting, Setting):
             raise TypeError(f"settings[{i}] must be an rk.Setting, not {given(setting)}")
+    if settings is not None:  # a setting is looked up, so its bits may not be a list
+        settings = [setting._replace(bits=checked_bits(setting.bits)) for setting in settings]
     with running(call, seconds) as budget:
         if isinstance(stage, Stage):
             probe = Probe(stage, *stage_input(x, args, kwargs))
             refuse_sharded(stage)
-            examination = Examination(probe, loss, settings, budget)
+            examination = Examination(probe, loss, settings, budget, has_loss=loss is not None)
             best = examination.recommend(max_gradient_error, budget.part(0.6))
             examination.study(budget)
             return examination.report(best, max_gradient_error, seconds)

@@ -39,10 +39,7 @@ def forward(x: Tensor, problem: Problem, backend: str) -> None:
             f"float32 otherwise, not {x.dtype}"
         )
     device = x.device
-    reason = backends.lacks_kinks(backend, problem)
-    if not x.is_meta and reason is None:
-        reason = backends.why_not(backend, device, x.dtype)
-    if reason is not None:
+    if not x.is_meta and (reason := backends.why_not(backend, device, x.dtype)) is not None:
         raise backends.BackendUnavailableError(f"backend={backend!r} is not available: {reason}")
     shapes = _of_images(x, problem) if block == "conv" else _of_rows(x, problem)
     first = parameters[0]

@@ -246,9 +246,10 @@ class ReplayedBlock(PlainBlock):
 
     def replaying(self, k: int) -> AbstractContextManager[Any]:
         """Context in which functions compute the pieces on the sides that evaluation k has kept."""
-        if self.sides is None:
+        kinked = self.evaluations[k].kinked
+        if self.sides is None or not kinked:
             return nullcontext()
-        return Replaying(self.evaluations[k].kinked, self.sides.get(k), self)
+        return Replaying(kinked, self.sides.get(k), self)
 
     @contextmanager
     def placed(self, k: int) -> Iterator[None]:

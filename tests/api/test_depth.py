@@ -426,6 +426,23 @@ def test_options_and_class_are_kept(
     assert new.options == stage.options
 
 
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_bits_of_a_step_follow_it_to_another_depth(tied: bool, scheme: str) -> None:
+    bits = (16, 8, None, 4)
+    stage = make("mlp", 4, scheme, tied, reverse="recorded", bits=bits)
+    deep, shallow = rk.deepen(stage, 8), rk.deepen(stage, 2)
+    assert deep.options.bits == (16, 16, 8, 8, None, None, 4, 4)
+    assert shallow.options.bits == (8, 4)
+    assert rk.deepen(stage, 4).options.bits == rk.untie(stage).options.bits == bits
+    assert stage.options.bits == bits
+    x = torch.randn(3, DIM, dtype=torch.float64)
+    for new in (deep, shallow, rk.untie(stage)):
+        new(x).sum().backward()  # a sequence of another length would be refused
+    same = make("mlp", 4, scheme, tied, reverse="recorded", bits=6)
+    assert rk.deepen(same, 8).options.bits == 6
+
+
 @each_change
 def test_a_state_dict_loads_into_a_stage_made_like_it(
     kind: str, tied: bool, change: Callable[[rk.Stage], rk.Stage]

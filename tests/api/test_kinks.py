@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -297,20 +299,47 @@ def test_layer_by_layer_as_in_the_reference(
             assert relative_error(own, other) < 1e-4
 
 
+KINKED: dict[str, tuple[Callable[..., rk.Stage], tuple[int, ...]]] = {
+    "mlp": (functools.partial(rk.MLPStage, 40, 44, 5, "relu"), (17, 40)),
+    "narrow": (functools.partial(rk.MLPStage, 16, 10, 5, "relu"), (200, 16)),
+    "tied": (functools.partial(rk.MLPStage, 33, 70, 5, "relu", tied=True), (50, 33)),
+    "few wide rows": (functools.partial(rk.MLPStage, 200, 100, 5, "relu"), (5, 200)),
+    "basic": (functools.partial(rk.ConvStage, 12, 5, hidden=20), (3, 12, 9, 6)),
+    "bottleneck": (functools.partial(rk.ConvStage, 40, 5, "bottleneck", hidden=10), (3, 40, 5, 6)),
+}
+
+
 @pytest.mark.needs_cpp
-def test_cpp_leaves_it_to_the_reference() -> None:
-    """Until the C++ kernels keep signs."""
-    stage, x = rk.MLPStage(8, 12, 4, "relu", kinks=True), torch.randn(5, 8, requires_grad=True)
-    automatic = gradients(stage, x, torch.ones(5, 8))
-    for own, other in zip(
-        automatic, gradients(stage.configure(backend="reference"), x, torch.ones(5, 8)), strict=True
-    ):
-        assert torch.equal(own, other)
-    with pytest.raises(rk.BackendUnavailableError, match="no kinks=True yet"):
-        stage.configure(backend="cpp")(x)
-    p = problem_of(stage)
-    with pytest.raises(rk.BackendUnavailableError, match="no kinks=True yet"):
-        torch.ops.resode_kernels.forward.default(x.detach(), *p.flat(), cpp.name)
+@pytest.mark.parametrize("isa", cpp._C.supported() if cpp._C is not None else [])
+@pytest.mark.parametrize("scheme", ["euler", "heun"])
+@pytest.mark.parametrize("kind", KINKED)
+def test_cpp_equals_the_reference(kind: str, scheme: str, isa: str) -> None:
+    make, shape = KINKED[kind]
+    cpp._C.select(isa)
+    try:
+        for options in REVERSE:
+            stage = make(scheme=scheme, step=0.1, dtype=torch.float64, kinks=True, **options)
+            x, g = torch.randn(2, *shape, dtype=torch.float64)
+            own, other = (
+                gradients(stage.configure(backend=backend), x, g)
+                for backend in ("cpp", "reference")
+            )
+            for a, b in zip(own, other, strict=True):
+                assert relative_error(a, b) < 1e-11, options
+    finally:
+        cpp._C.select("auto")
+
+
+@pytest.mark.needs_cpp
+@pytest.mark.parametrize("kind", KINKED)
+def test_cpp_keeps_the_signs_of_the_reference(kind: str) -> None:
+    make, shape = KINKED[kind]
+    p, x = problem_of(make(kinks=True, dtype=torch.float64)), torch.randn(*shape).double()
+    signs = [
+        torch.ops.resode_kernels.forward.default(x, *p.flat(), b)[2][1]
+        for b in ("cpp", "reference")
+    ]
+    assert torch.equal(*signs)
 
 
 def test_opcheck() -> None:

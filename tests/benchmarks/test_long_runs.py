@@ -11,7 +11,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,15 @@ import progress
 import pytest
 import scaling
 import workloads
-from networks import STANDARD, Config, config_of_shape
+from networks import (
+    BFLOAT16_STATES,
+    CHECKPOINT,
+    NETWORKS,
+    PER_BLOCK,
+    STANDARD,
+    Config,
+    config_of_shape,
+)
 from progress import Progress, Stoppable, duration
 
 BENCHMARKS = Path(output.__file__).resolve().parents[1]
@@ -44,14 +52,13 @@ def memory(monkeypatch: pytest.MonkeyPatch) -> Any:
     """memory_vs_depth.py, which measures nothing."""
     monkeypatch.syspath_prepend(BENCHMARKS)
     script = importlib.import_module("memory_vs_depth")
-    monkeypatch.setattr(script, "measure", lambda config, say: points_at(config))
-    monkeypatch.setattr(script, "expected_seconds", lambda config, depths: [1.0] * len(depths))
+    monkeypatch.setattr(script, "measure", lambda config, names, say: points_at(config, names))
+    monkeypatch.setattr(script, "expected_seconds", lambda *given: [1.0] * len(given[-1]))
     return script
 
 
-def points_at(config: Config) -> list[Any]:
+def points_at(config: Config, names: Sequence[str] = (STANDARD, "refined")) -> list[Any]:
     script = sys.modules["memory_vs_depth"]
-    names = script.NETWORKS[config.stage].contestant_names
     return [script.Point(config.depth, n, 10**8, 0.1, 0.1, 0.1, 1.0, 0.0) for n in names]
 
 
@@ -103,6 +110,8 @@ def test_the_folder_of_other_runs_is_ignored_by_git() -> None:
     [
         ([], "published"),
         (["--stage", "conv"], "published"),
+        (["--stage", "conv", "--reverse", "recorded"], "published"),
+        (["--reverse", "paper"], "quick"),  # is not published
         (["--stage", "linear"], "quick"),  # is not published
         (["--depths", "4", "8"], "quick"),
         (["--batch", "16"], "quick"),
@@ -169,7 +178,7 @@ def test_the_depths_that_are_complete_are_kept(
     number: signal.Signals, folders: Path, memory: Any, monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
-    def measure(config: Config, say: Callable[[str], None]) -> list[Any]:
+    def measure(config: Config, names: list[str], say: Callable[[str], None]) -> list[Any]:
         if config.depth == 64:
             os.kill(os.getpid(), number)
         return points_at(config)
@@ -333,6 +342,26 @@ def test_lines_come_while_an_item_takes_long_and_not_too_often(
     ]
 
 
+def in_two_parts(x: int) -> int:
+    for _ in range(2):
+        jobs.part_done()
+    return 2 * x
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize(("parts", "last"), [(0, "3 of 3 trainings"), (2, "6 of 6 parts")])
+def test_jobs_side_by_side_say_how_many_or_which_parts_are_done(
+    workers: int, parts: int, last: str, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    monkeypatch.setattr(jobs, "WORKERS", workers)
+    monkeypatch.setattr(progress, "EVERY", 0.0)
+    function, unit = (in_two_parts, "part") if parts else (abs, "training")
+    found = list(jobs.side_by_side(function, [1, 2, 3], unit=unit, parts=parts))
+    assert found == [(x, (2 if parts else 1) * x) for x in (1, 2, 3)]
+    assert capsys.readouterr().err.splitlines()[-1].startswith(last)
+
+
 @pytest.mark.parametrize(
     ("seconds", "text"),
     [(8.4, "8 s"), (59.9, "1 min"), (130, "2 min 10 s"), (1000, "17 min"), (4800, "1 h 20 min")],
@@ -361,3 +390,27 @@ def test_activations_are_the_peak_less_the_gradients_of_the_parameters(memory: A
     (share, *_) = memory.activation_bytes(points_at(config), config)
     # Two 8 × 8 matrices and two biases per block.
     assert share == 10**8 - 4 * 4 * (2 * 64 + 2 * 8)
+
+
+def test_a_rule_is_compared_with_the_other_ways_to_keep_less(memory: Any) -> None:
+    for stage in ("mlp", "residual", "conv"):
+        names = memory.contestants(config_of_shape("8,16,4,4", stage), "recorded")
+        assert names == [STANDARD, PER_BLOCK, CHECKPOINT, BFLOAT16_STATES, "recorded"]
+        points = points_at(config_of_shape("8,16,4,4", stage), names)
+        assert memory.shown(points) == names  # in the picture too
+    assert memory.shown(points_at(config_of_shape("8,16,4"), NETWORKS["mlp"].contestant_names)) == [
+        STANDARD, CHECKPOINT, "refined", "recorded",
+    ]  # fmt: skip
+    heun = config_of_shape("8,16,4", scheme="heun")
+    assert BFLOAT16_STATES not in memory.contestants(heun, "recorded")
+
+
+def test_growth_is_counted_in_states_a_block(memory: Any) -> None:
+    config = config_of_shape("8,16,4")
+    state, parameters = 4 * 8 * 16, 4 * (2 * 64 + 2 * 8)
+    points = [
+        memory.Point(n, "recorded", 999 + n * (parameters + state // 4), 1.0, 1.0, 1.0, 1.0, 0.0)
+        for n in (4, 24)
+    ]
+    assert "recorded" in memory.growth(points, config)
+    assert "0.25 states a block, 4 to 24" in memory.growth(points, config)

@@ -16,7 +16,7 @@ PAGE = (ROOT / "docs" / "architecture.md").read_text()
 # | row | modules | job |
 ROWS = {
     module: int(row)
-    for row, modules in re.findall(r"^\| (\d) \| ((?:`\w+` ?)+)\|", PAGE, re.MULTILINE)
+    for row, modules in re.findall(r"^\| (\d+) \| ((?:`\w+` ?)+)\|", PAGE, re.MULTILINE)
     for module in re.findall(r"`(\w+)`", modules)
 }
 SOURCES = sorted(PACKAGE.rglob("*.py"))

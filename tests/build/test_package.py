@@ -179,7 +179,7 @@ def test_what_was_not_built_is_reported_with_the_reason(tmp_path: Path) -> None:
     assert re.search(r'reference .*<- "auto" picks this', out)
 
 
-SIGNATURES = {1: "87bc4c2d58910d0c", 2: "1a522b8f99af0f6b"}
+SIGNATURES = {1: "87bc4c2d58910d0c", 2: "1a522b8f99af0f6b", 3: "7c30104fd465c737"}
 """For every interface the digest of its signatures. A new interface gets a new line."""
 
 

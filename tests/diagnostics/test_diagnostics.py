@@ -20,7 +20,11 @@ from resode_kernels.diagnostics.measuring import Measurer
 from resode_kernels.diagnostics.probe import Probe
 from resode_kernels.diagnostics.trajectory import ProbedBlock
 
-SETTINGS = [rk.Setting("adjoint", "paper", 1), rk.Setting("adjoint", "refined", 2, 3)]
+SETTINGS = [
+    rk.Setting("adjoint", "paper", 1),
+    rk.Setting("adjoint", "refined", 2, 3),
+    rk.Setting("adjoint", "recorded", bits=4),
+]
 
 
 class Attention(nn.Module):
@@ -98,7 +102,7 @@ def test_gradient_errors_are_those_found_by_hand(kind: str, scheme: str) -> None
 
     report = diagnose(stage, x, loss)
     exact = gradients(stage, x, loss, backward="stored")
-    for measured in report.settings[:3]:
+    for measured in report.settings[:4]:
         mine = gradients(stage, x, loss, **measured.setting._asdict())
         by_hand = relative_error(mine.values(), exact.values())
         assert measured.gradient.error == pytest.approx(by_hand, rel=1e-2, abs=1e-6)
@@ -190,6 +194,23 @@ def test_reconstruction_errors_are_those_found_by_hand(
     for layer in report.layers:
         assert layer.state_error == pytest.approx(float(expected[layer.n][0]), rel=1e-6, abs=1e-15)
         assert layer.point_error == pytest.approx(float(expected[layer.n][1]), rel=1e-6, abs=1e-15)
+
+
+@pytest.mark.parametrize("scheme", ["euler", "heun"])
+@pytest.mark.parametrize("bits", [4, (8, 2, None, 6, 12, 16)])
+def test_the_errors_of_recorded_states_are_those_of_their_rounding(bits: Any, scheme: str) -> None:
+    stage, x = make("mlp", scheme=scheme, step=0.4, reverse="recorded", bits=bits)
+    layers = diagnose(stage, x).layers
+    assert [layer.n for layer in layers] == list(range(6))
+    assert all(layer.state_error == layer.point_error for layer in layers)
+    errors = [layer.state_error for layer in layers]
+    assert errors[0] < 1e-6  # x[0] is the estimate to begin with
+    if isinstance(bits, int):
+        assert all(1e-3 < e < 0.1 for e in errors[1:])
+    else:  # the increment of step n decides about x[n+1]; x̂[3] is the state itself, as x̂[2] is kept
+        assert errors[2] > 10 * errors[1]
+        assert errors[3] < 1e-6
+        assert errors[4] > 10 * errors[5]
 
 
 @pytest.mark.parametrize("activation", ["tanh", "relu"])
@@ -320,7 +341,8 @@ def test_a_report_prints_plots_and_becomes_a_dict(tmp_path: Path) -> None:
     stage, x = make("mlp")
     report = rk.diagnose(stage, x)
     text = str(report)
-    for word in ("states", "input gradient", "L_f", "Prop. 3", "predicted 3", "anchors every", "*"):
+    words = ("states", "input gradient", "L_f", "Prop. 3", "predicted 3", "anchors every", "*")
+    for word in (*words, "recorded 8 bits", "bfloat16 autocast", "sampling noise"):
         assert word in text
     assert report.recommendation in text
     assert text.splitlines()[0].startswith("Stage: MLPStage(dim=8, depth=6")
@@ -341,7 +363,22 @@ def test_every_rule_and_order_is_compared_with_and_without_anchors() -> None:
         mine = [s for s in settings if (s.reverse, s.order) == rule]
         assert sum(s.anchor_every is None for s in mine) == 1
         assert sum(s.anchor_every is not None for s in mine) >= 1
+    for bits in (4, 6, 8):
+        assert settings.count(rk.Setting("adjoint", "recorded", bits=bits)) == 1
     assert rk.Setting("checkpoint") in settings
+
+
+def test_memory_counts_codes_scales_and_the_state_that_is_kept() -> None:
+    """Codes of ``bits``, a bfloat16 for every 32 elements of a row, and x̂[N − 1]; besides, the
+    state and the cotangent of the reverse pass."""
+    stage, x = rk.MLPStage(48, 16, 64), torch.randn(256, 48)
+    bits = (*[4] * 32, *[12] * 31, 12)
+    settings = [rk.Setting("adjoint", "recorded", bits=b) for b in (4, 8, bits)]
+    report = rk.diagnose(stage, x, settings=settings, seconds=5)
+    found = {m.setting.bits: m.memory for m in report.settings if m.setting.records}
+    scales = 256 * 2 * 2
+    for b, codes in ((4, 63 * 4), (8, 63 * 8), (bits, 32 * 4 + 31 * 12)):
+        assert found[b] == x.nbytes * codes // 32 + 63 * scales + 3 * x.nbytes
 
 
 def test_memory_grows_with_anchors_and_stays_below_standard_backprop() -> None:
@@ -371,7 +408,8 @@ def test_memory_is_near_what_is_allocated(kind: str, low: float, high: float) ->
     cotangent = probe.cotangent(None)
     measurer = Measurer(probe, cotangent)
     parameters = sum(p.nbytes for p in stage.parameters())
-    for setting in (*SETTINGS, rk.Setting("checkpoint"), rk.Setting("stored")):
+    recorded = [rk.Setting("adjoint", "recorded", bits=bits) for bits in (2, 8, 16)]
+    for setting in (*SETTINGS, *recorded, rk.Setting("checkpoint"), rk.Setting("stored")):
         most = peak_allocation(partial(probe.gradients, cotangent, **setting._asdict()))
         measurer.measure(setting)
         assert low < measurer.found[setting][-1] / (most - parameters) < high, setting

@@ -157,7 +157,9 @@ struct Call {
     }
     int64_t channels = 0;
     for (int l = 0; l < s.layers; ++l) channels += s.convolutions[l].out;
-    const int64_t evaluations = s.steps * (s.scheme == Scheme::heun ? 2 : 1);
+    const int64_t evaluations = s.evaluations();
+    const bool kinked = s.block != Block::linear && s.activation == Activation::relu &&
+                        reverse.reverse_rule != ReverseRule::exact && random.chance(2);
     int64_t anchors = s.anchor_every ? (s.steps - 1) / s.anchor_every : 0, codes = 0, scales = 0;
     give_bits();
     if (s.records()) {
@@ -174,12 +176,14 @@ struct Call {
         make(anchors * state, s.stream),
         make_bytes(codes),
         make(scales, DType::bfloat16),
+        kinked ? make_bytes(evaluations * s.rows * s.sign_bytes()) : Memory{},
         channels && random.chance(2) ? make(2 * channels * evaluations, s.stream) : Memory{}};
     reverse.order = int(random.from(1, 3));
     reverse.start = random.chance(2) ? forward.x : forward.y;
     reverse.anchors = forward.anchors;
     reverse.codes = forward.codes;
     reverse.scales = forward.scales;
+    reverse.signs = forward.signs;
     reverse.cotangent = make(state, s.stream);
     reverse.grad_x = random.chance(4) ? Memory{} : make(state, s.stream);
     if (random.chance(2)) {
@@ -220,9 +224,9 @@ struct Call {
                                      &s.height, &s.width, &s.anchor_every};
     for (Convolution& c : s.convolutions) numbers.insert(numbers.end(), {&c.in, &c.out, &c.size});
     std::vector<Memory*> memories = {
-        &forward.x,          &forward.y,      &forward.anchors,  &forward.codes, &forward.scales,
-        &forward.statistics, &reverse.start,  &reverse.anchors,  &reverse.codes, &reverse.scales,
-        &reverse.cotangent,  &reverse.grad_x, &reverse.nonfinite};
+        &forward.x,     &forward.y,      &forward.anchors,    &forward.codes,  &forward.scales,
+        &forward.signs, &reverse.signs,  &forward.statistics, &reverse.start,  &reverse.anchors,
+        &reverse.codes, &reverse.scales, &reverse.cotangent,  &reverse.grad_x, &reverse.nonfinite};
     for (Memory& memory : parameters) memories.push_back(&memory);
     for (Memory& memory : reverse.gradients) memories.push_back(&memory);
     switch (random.from(0, 10)) {

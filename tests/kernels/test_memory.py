@@ -166,7 +166,7 @@ def workspace_bytes(block: str, rule: str = "paper", order: int = 1, **changes: 
     stage = cpp._C.Stage(block=block, parameters=[memory] * count, **sizes)
     io = cpp._C.Reverse(
         reverse_rule=rule, order=order, start=memory, anchors=memory, codes=memory,
-        scales=memory, cotangent=memory,
+        scales=memory, signs=absent, cotangent=memory,
         grad_x=memory, gradients=gradients, nonfinite=absent,
     )  # fmt: skip
     return int(cpp._C.plan(stage, io).workspace_bytes)

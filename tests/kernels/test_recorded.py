@@ -44,7 +44,7 @@ from resode_kernels.backends.engine import REFERENCE
 from resode_kernels.fused import ops
 from resode_kernels.options import BITS
 from resode_kernels.problem import Problem
-from resode_kernels.recording import FusedRecorder, Recorder
+from resode_kernels.recording import Recorder, RowRecorder
 from resode_kernels.states import parts
 
 needs_cpp = pytest.mark.needs_cpp
@@ -65,7 +65,7 @@ class Wave:
         return reference.Function(lambda x: torch.sin(3 * x + a) * torch.cos(5 * x.roll(1, -1) + b))
 
 
-RECORDERS = {"modules": Recorder, "fused": FusedRecorder}
+RECORDERS = {"modules": Recorder, "fused": RowRecorder}
 if cpp.unavailable() is None:
     RECORDERS["C++"] = cpp.CppRecorder
 

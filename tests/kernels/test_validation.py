@@ -237,11 +237,12 @@ class Call:
         }  # fmt: skip
         self.forward: dict[str, Any] = {
             "x": memory(self.x), "y": memory(self.y), "anchors": memory(self.anchors),
-            "codes": ABSENT, "scales": ABSENT, "statistics": ABSENT,
+            "codes": ABSENT, "scales": ABSENT, "signs": ABSENT,
+            "statistics": ABSENT,
         }  # fmt: skip
         self.reverse: dict[str, Any] = {
             "reverse_rule": "refined", "order": 1, "start": memory(self.x),
-            "anchors": memory(self.anchors), "codes": ABSENT, "scales": ABSENT,
+            "anchors": memory(self.anchors), "codes": ABSENT, "scales": ABSENT, "signs": ABSENT,
             "cotangent": memory(self.g), "grad_x": ABSENT,
             "gradients": [memory(g) for g in self.gradients], "nonfinite": ABSENT,
         }  # fmt: skip

@@ -264,7 +264,7 @@ def test_a_checkpoint_inside_of_a_block_is_refused() -> None:
         return checkpoint(torch.relu, u, use_reentrant=False)
 
     x = state()
-    assert gradient_error(stage_of(function), x) < 0.1
+    assert gradient_error(stage_of(function), x, kinks=False) < 0.1
     with pytest.raises(RuntimeError, match="kinks=True does not work with a checkpoint inside of "):
         gradient_error(stage_of(function), x, kinks=True)
 

@@ -1,13 +1,22 @@
-"""The networks of the benchmarks: each is a stage of resode_kernels, the same network as a plain
-PyTorch loop, and the training steps of both.
+"""The networks of the benchmarks. Those of ``NETWORKS`` are compared in time and memory: each is a
+stage of resode_kernels, the same network as a plain PyTorch loop, and the training steps of both.
 
 config.py         what a network and its batch are
 names.py          the names of the ways to train
 network.py        what all networks have in common
-training.py       their training steps; plain_adjoint.py: the paper's rule in plain PyTorch
+training.py       their training steps; plain_adjoint.py: the paper's rule in plain PyTorch;
+                  kept_states.py: states kept in a low precision
 mlp.py            MLP and linear stages
 conv.py           convolutional stages
 modules.py        stages of modules; transformer.py: transformer blocks
+
+Whole networks, which compute x + f(x) and are trained on data, are modules of PyTorch:
+
+whole.py          what they have in common
+gpt.py            a language model over bytes
+vit.py            a vision transformer
+resnet.py         residual networks with batch norm and relu; an MLP
+minilm.py         a pretrained network
 """
 
 from __future__ import annotations
@@ -16,6 +25,7 @@ from .config import WEIGHTS, Config
 from .conv import BottleneckNetwork, ConvModulesNetwork, ConvNetwork
 from .mlp import LinearNetwork, MLPNetwork, StackedNetwork
 from .names import (
+    BFLOAT16_STATES,
     CHANNELS_LAST,
     CHECKPOINT,
     COMPILED,
@@ -30,6 +40,7 @@ from .plain_adjoint import parameters_of
 from .transformer import TransformerBlock, TransformerNetwork
 
 __all__ = [
+    "BFLOAT16_STATES",
     "CHANNELS_LAST",
     "CHECKPOINT",
     "COMPILED",

@@ -41,11 +41,12 @@ class Network:
     """Products per block and training step of an untied Euler stage, without the extra evaluations
     of its first steps. A product is that of a layer, of its data gradient or of its weight
     gradient."""
-    states_moved: ClassVar[dict[str, int]] = {}
+    states_moved: ClassVar[dict[str, float]] = {}
     """Of fused stages: how often a training step of an untied Euler stage reads or writes a state,
     a cotangent or a remembered evaluation, per block. The forward pass reads and writes the state,
     the reverse pass state and cotangent; ``predicted`` of order 2 reads two evaluations and writes
-    one."""
+    one. ``recorded`` reads and writes a second state, the estimate, in the forward pass, and writes
+    and reads codes of a quarter of a state."""
 
     # The defaults of memory_vs_depth.py and of ``config_of_shape``.
     depths: tuple[int, ...] = (4, 16, 64, 256, 1024)

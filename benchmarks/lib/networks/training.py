@@ -1,5 +1,5 @@
-"""The training steps of a network: plain backprop, checkpointing, torch.compile, the paper's rule
-in plain PyTorch, and the reverse rules of resode_kernels."""
+"""The training steps of a network: plain backprop, checkpointing, torch.compile, states in
+bfloat16, the paper's rule in plain PyTorch, and the reverse rules of resode_kernels."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from .names import CHECKPOINT, COMPILED, PER_BLOCK, PLAIN, RULES, STANDARD
+from .kept_states import kept_states
+from .names import BFLOAT16_STATES, CHECKPOINT, COMPILED, PER_BLOCK, PLAIN, RULES, STANDARD
 from .plain_adjoint import plain_adjoint
 
 if TYPE_CHECKING:
@@ -26,10 +27,11 @@ def training_steps(network: Network) -> dict[str, Callable[[], None]]:
         COMPILED: lambda: network.train(lambda x: compiled_loop(network, x)),
         PER_BLOCK: lambda: network.train(lambda x: checkpointed_loop(network, 1, x)),
         CHECKPOINT: lambda: network.train(lambda x: checkpointed_loop(network, segment, x)),
+        BFLOAT16_STATES: lambda: network.train(lambda x: kept_states_loop(network, x)),
         PLAIN: lambda: network.train(lambda x: plain_adjoint_loop(network, x)),
     }
     if network.config.scheme == "heun":
-        del steps[PLAIN]
+        del steps[PLAIN], steps[BFLOAT16_STATES]
     for rule in RULES:
         steps[rule] = rule_step(network, rule, "auto")
     return steps
@@ -61,6 +63,11 @@ def compiled_loop(network: Network, x: Tensor) -> Tensor:
         end = min(begin + length, depth)
         x = network.compiled_walk(network.layers_between(begin, end, x), x)
     return x
+
+
+def kept_states_loop(network: Network, x: Tensor) -> Tensor:
+    depth = network.config.depth
+    return kept_states(network.block, network.layers_between(0, depth, x), 1 / depth, x)
 
 
 def plain_adjoint_loop(network: Network, x: Tensor) -> Tensor:

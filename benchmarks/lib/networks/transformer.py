@@ -19,7 +19,10 @@ class TransformerNetwork(ModuleNetwork):
     """Pre-norm transformer blocks; the batch is split into sequences of 64 tokens."""
 
     title = "Stage of transformer blocks"
-    products: ClassVar = {STANDARD: 3, PER_BLOCK: 4, "paper": 5, "refined": 5, "predicted": 4}
+    products: ClassVar = {
+        **{STANDARD: 3, PER_BLOCK: 4},
+        **{"paper": 5, "refined": 5, "predicted": 4, "recorded": 4},
+    }
     hidden_factor = 4
 
     def make_stage(self) -> rk.ResidualStage:
@@ -39,11 +42,17 @@ class TransformerNetwork(ModuleNetwork):
 
 
 class TransformerBlock(nn.Module):
-    """f(x) = a + MLP(norm(x + a)), a = attention(norm(x)): what such a block adds to x."""
+    """f(x) = a + MLP(norm(x + a)), a = attention(norm(x)): what such a block adds to x.
 
-    def __init__(self, dim: int, hidden: int) -> None:
+    heads   None: one for 64 channels
+    causal  a token sees only those before it
+    """
+
+    def __init__(
+        self, dim: int, hidden: int, heads: int | None = None, causal: bool = False
+    ) -> None:
         super().__init__()
-        self.heads = max(1, dim // 64)
+        self.heads, self.causal = heads or max(1, dim // 64), causal
         self.norm1, self.norm2 = nn.LayerNorm(dim), nn.LayerNorm(dim)
         self.qkv, self.out = nn.Linear(dim, 3 * dim), nn.Linear(dim, dim)
         self.mlp = nn.Sequential(nn.Linear(dim, hidden), nn.GELU(), nn.Linear(hidden, dim))
@@ -51,6 +60,6 @@ class TransformerBlock(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         batch, tokens, dim = x.shape
         qkv = self.qkv(self.norm1(x)).view(batch, tokens, 3, self.heads, -1)
-        y = F.scaled_dot_product_attention(*qkv.permute(2, 0, 3, 1, 4))
+        y = F.scaled_dot_product_attention(*qkv.permute(2, 0, 3, 1, 4), is_causal=self.causal)
         a = self.out(y.transpose(1, 2).reshape(batch, tokens, dim))
         return a + self.mlp(self.norm2(x + a))

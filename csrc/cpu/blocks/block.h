@@ -15,6 +15,7 @@
 
 #include "../core/arena.h"
 #include "../core/epilogues.h"
+#include "../core/signs.h"
 #include "../core/team.h"
 
 namespace {
@@ -63,7 +64,7 @@ concept ResidualBlock =
     requires(B b, const Stage& s, Arena& arena, typename B::Weights& weights,
              typename B::Trace& trace, Matrix<T> m, T* out, const Gradient<T>& gradient,
              Update<T> update, int slot, int k, int64_t n, int64_t rows, int64_t stride, T scale,
-             bool vjp, void* statistics) {
+             bool vjp, void* statistics, EvaluationSigns signs) {
       // The stage, and how its rows are divided into tiles and threads into crews.
       { b.s } -> std::convertible_to<const Stage&>;
       { B::tiling(s) } -> std::same_as<Tiling>;
@@ -79,8 +80,9 @@ concept ResidualBlock =
       // weights ← the parameters of block n of the stage, packed
       b.pack_weights(weights, n);
 
-      // trace ← what f's evaluation at p = m leaves; `vjp`: with what only the VJP needs
-      b.trace(weights, m, trace, vjp);
+      // trace ← what f's evaluation at p = m leaves; `vjp`: with what only the VJP needs. `signs`:
+      // of relu's arguments, to be kept or known.
+      b.trace(weights, m, trace, vjp, signs);
       // update(f(p)) for the tile's rows, after `trace`
       b.output(weights, trace, rows, update);
       // gradient += ∂_θ f(p)ᵀ g, update(∂_x f(p)ᵀ g) with p = m and the cotangent g, after `trace`.

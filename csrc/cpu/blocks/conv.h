@@ -40,6 +40,7 @@ class Conv {
       T *z, *dy;
       Normalization<T> bn;
     } of[kMaxLayers];
+    EvaluationSigns signs;
   };
 
   // Packed weights are shared: for many channels they are large, and packing them is work.
@@ -114,7 +115,8 @@ class Conv {
     return t;
   }
 
-  void trace(const Weights& w, Matrix<T> p, Trace& t, bool) {
+  void trace(const Weights& w, Matrix<T> p, Trace& t, bool, EvaluationSigns signs) {
+    t.signs = signs;
     Matrix<T> input = p;
     for (int l = 0; l < s.layers; ++l) {
       auto& to = t.of[l];
@@ -195,9 +197,12 @@ class Conv {
 
   // What stands before layer l's convolution: σ of the input, or of the layer before, normalized.
   template <class Act>
-  static Activated<T, Act> input_of(const Trace& t, int l) {
-    if (l == 0) return {nullptr, nullptr};
-    return {t.of[l - 1].bn.scale, t.of[l - 1].bn.shift};
+  Activated<T, Act> input_of(const Trace& t, int l) const {
+    int64_t before = 0;  // the signs of the layers before
+    for (int i = 0; i < l; ++i) before += s.rows * sign_bytes(s.convolutions[i].in);
+    const Signs signs = t.signs.of(s.convolutions[l].in, before);
+    if (l == 0) return {nullptr, nullptr, signs};
+    return {t.of[l - 1].bn.scale, t.of[l - 1].bn.shift, signs};
   }
 
   template <class Act>
@@ -209,7 +214,7 @@ class Conv {
       to -= offset;
       for_each_pixel<T>(offset, s.width, [&](int64_t at) RESODE_ALWAYS {
         PanelRow<T> value, slope;
-        panel(load_all<PanelRow<T>>(from.data + at), value, slope);
+        panel(load_all<PanelRow<T>>(from.data + at), at / kPanel<T> - j * from.rows, value, slope);
         store_all(to + at, value);
       });
     });
@@ -263,7 +268,7 @@ class Conv {
         const int64_t offset = (j * p.rows + b.begin()) * kPanel<T>;
         T* const da = l == 0 ? scratch : t.of[l - 1].dy + offset;
         synthesise(m, j, da);
-        times_slope(activated.panel(j), input.data + offset, b.pixels(), da);
+        times_slope(activated.panel(j), input.data + offset, b.begin(), b.pixels(), da);
         if (l == 0) {
           for_each_pixel<T>(0, b.pixels(), [&](int64_t at) RESODE_ALWAYS {
             apply(update, offset + at, load_all<PanelRow<T>>(da + at));

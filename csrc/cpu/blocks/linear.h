@@ -46,7 +46,7 @@ class Linear : public RowBlock<T> {
     return {arena.take<T>(size), vjp ? arena.take<T>(size) : nullptr};
   }
 
-  void trace(const Weights&, Matrix<T> p, Trace t, bool) { copy(t.p, p); }
+  void trace(const Weights&, Matrix<T> p, Trace t, bool, EvaluationSigns) { copy(t.p, p); }
 
   void output(const Weights& w, Trace t, int64_t rows, Update<T> update) {
     multiply(Matrix<T>{t.p, rows, s.dim}, w.theta_t, nullptr, update, mine(w.theta_t));

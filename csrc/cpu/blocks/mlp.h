@@ -72,12 +72,20 @@ class Mlp : public RowBlock<T> {
     return {arena.take<T>(size), vjp ? arena.take<T>(size) : nullptr};
   }
 
-  void trace(const Weights& w, Matrix<T> p, Trace t, bool vjp) {
+  void trace(const Weights& w, Matrix<T> p, Trace t, bool vjp, EvaluationSigns of_evaluation) {
+    const Signs signs = of_evaluation.of(s.hidden);
+    const Matrix<T> u{t.u, p.rows, s.hidden};
+    if (signs.data && signs.known) {
+      multiply(p, w.w1_t, w.b1, Update<T>{{t.u}}, mine(w.w1_t));
+      by_signs(signs, u, vjp ? t.slope : nullptr);
+      return meet();
+    }
     with_activation(s.activation, [&](auto activation) {
       multiply(p, w.w1_t, w.b1, Activate<T, decltype(activation)>{t.u, vjp ? t.slope : nullptr},
                mine(w.w1_t));
     });
     meet();
+    if (signs.data) signs.keep(u, this->share(signs.bytes));
   }
 
   void output(const Weights& w, Trace t, int64_t rows, Update<T> update) {
@@ -98,6 +106,21 @@ class Mlp : public RowBlock<T> {
       if (!update.empty()) multiply(dz, w.w1, nullptr, update, mine(g));
     }
     meet();
+  }
+
+ private:
+  // u ← relu(u) by the signs, and slope ← relu'(u), for this thread's panels.
+  void by_signs(Signs signs, Matrix<T> u, T* slope) const {
+    using V = PanelRow<T>;
+    const Share panels = mine(u);
+    for (int64_t j = panels.begin; j < panels.end; ++j)
+      for (int64_t r = 0; r < u.rows; ++r) {
+        V value, derivative;
+        T* const at = u.at(j, r);
+        signs.apply<T>(load_all<V>(at), r, j, value, derivative);
+        store_all(at, value);
+        if (slope) store_all(slope + (at - u.data), derivative);
+      }
   }
 };
 

@@ -30,6 +30,7 @@ size_t forward(const Stage& s, const resode::Forward& io, void* workspace, resod
     T* const estimate = s.records() ? own[count - 1] : nullptr;
     Recorder<T> recorder(s, io);
     worker.runner.block.record(io.statistics);
+    worker.runner.signs = static_cast<uint8_t*>(io.signs);
     worker.read(state, static_cast<const T*>(io.x));
     if (estimate) worker.read(estimate, static_cast<const T*>(io.x));
     for (int64_t n = 0; n < s.steps && !team.halts(); ++n) {

@@ -53,9 +53,10 @@ struct ReverseStates {
       : in_result(io.grad_x && pass.lives_in_result()),
         segment(io.reverse_rule == ReverseRule::exact ? pass.s.anchor_every : 1),
         // With `paper` the state is p, where the VJP has just been taken: Heun's next step starts
-        // with the same evaluation f_n(p), and so does Euler's if the block stays the same.
+        // with the same evaluation f_n(p), and so does Euler's if the block stays the same. But not
+        // with remembered kinks, which are those of one evaluation.
         known(io.reverse_rule == ReverseRule::paper &&
-              (pass.s.scheme == resode::Scheme::heun || pass.s.tied)),
+              (pass.s.scheme == resode::Scheme::heun || pass.s.tied) && !io.signs),
         history(io.reverse_rule == ReverseRule::predicted ? io.order : 0),
         states(pass.states(arena, count())) {}
 
@@ -79,6 +80,8 @@ class ReverseWorker : public Worker<T, Scheme, Block> {
         recorder(pass.s, io) {}
 
   void run() {
+    runner.signs = const_cast<uint8_t*>(static_cast<const uint8_t*>(io.signs));
+    runner.signs_known = true;
     this->read(cotangent, static_cast<const T*>(io.cotangent));
     if (io.reverse_rule != ReverseRule::exact && !s.records())
       this->read(state(), static_cast<const T*>(io.start));

@@ -17,8 +17,11 @@ struct BlockRunner {
   void* const* results;  // the table of the gradients that are wanted
   int slots;
   bool tied;
-  bool whole;  // a gradient of more than one row is one product, and needs no sum
-  T step;      // h
+  bool whole;                // a gradient of more than one row is one product, and needs no sum
+  T step;                    // h
+  uint8_t* signs = nullptr;  // of relu's arguments, in all evaluations; null: none
+  bool signs_known = false;  // in the reverse pass
+  int64_t first_row = 0;     // of the tile in work
   typename Block::Weights weights[2] = {};
   Gradient<T> gradients[2 + Block::kAhead] = {};
   typename Block::Trace traces[2] = {};
@@ -39,13 +42,18 @@ struct BlockRunner {
     for_each_vector(values, begin, begin + mine.size(), u);
     block.meet();
   }
-  // u(f_n(p))
-  void evaluate(int64_t n, Matrix<T> p, Update<T> u) {
-    trace(n, p, traces[0], false);
+  // u(f_n(p)) in evaluation k, or in a repetition of it.
+  void evaluate(int64_t n, int64_t k, Matrix<T> p, Update<T> u) {
+    trace(n, k, p, traces[0], false);
     output(n, p, traces[0], u);
   }
-  void trace(int64_t n, Matrix<T> p, typename Block::Trace t, bool vjp = true) {
-    block.trace(weights[slot(n)], p, t, vjp);
+  void trace(int64_t n, int64_t k, Matrix<T> p, typename Block::Trace& t, bool vjp = true) {
+    EvaluationSigns of_evaluation;
+    if (signs) {
+      const Stage& s = block.s;
+      of_evaluation = {signs + k * s.rows * s.sign_bytes(), first_row, signs_known};
+    }
+    block.trace(weights[slot(n)], p, t, vjp, of_evaluation);
   }
   void output(int64_t n, Matrix<T> p, typename Block::Trace t, Update<T> u) {
     block.output(weights[slot(n)], t, p.rows, u);

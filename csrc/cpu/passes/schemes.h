@@ -21,19 +21,19 @@ struct Euler {
 
   // u(φ_n(p))
   static void slope(BlockRunner<T, Block>& r, int64_t n, Matrix<T> p, Update<T> u) {
-    r.evaluate(n, p, u);
+    r.evaluate(n, n, p, u);
   }
 
   // u(ψ_n(x)) with ψ_n = f_n; `known` is f_n(x) if an earlier step has computed it.
   static void reverse_slope(BlockRunner<T, Block>& r, int64_t n, Matrix<T> x, const T* known,
                             Update<T> u) {
     if (known) return r.apply(known, x, u);
-    r.evaluate(n, x, u);
+    r.evaluate(n, n, x, u);
   }
 
   // u(φ_n(p)), if u asks for it, and all that the VJP at p needs; keeps f_n(p) in `keep` if given.
   static void trace(BlockRunner<T, Block>& r, int64_t n, Matrix<T> p, T* keep, Update<T> u) {
-    r.trace(n, p, r.traces[0]);
+    r.trace(n, n, p, r.traces[0]);
     if (keep) u.second.out = keep;
     if (!u.empty()) r.output(n, p, r.traces[0], u);
   }
@@ -54,21 +54,21 @@ struct Heun {
   static T gradient_scale(T h) { return h / 2; }
 
   static void slope(BlockRunner<T, Block>& r, int64_t n, Matrix<T> p, Update<T> u) {
-    two_stages(r, n, n + 1, r.step, p, nullptr, u);
+    two_stages(r, n, 0, r.step, p, nullptr, u);
   }
 
   // ψ_n(x) = (f_{n+1}(x) + f_n(x − h f_{n+1}(x)))/2: the same with time reversed.
   static void reverse_slope(BlockRunner<T, Block>& r, int64_t n, Matrix<T> x, const T* known,
                             Update<T> u) {
-    two_stages(r, n + 1, n, -r.step, x, known, u);
+    two_stages(r, n, 1, -r.step, x, known, u);
   }
 
   static void trace(BlockRunner<T, Block>& r, int64_t n, Matrix<T> p, T* keep, Update<T> u) {
     T* const a = keep ? keep : r.first;
     const Matrix<T> y{r.middle, p.rows, p.columns};
-    r.trace(n, p, r.traces[0]);
+    r.trace(n, 2 * n, p, r.traces[0]);
     r.output(n, p, r.traces[0], {{a}, {y.data, p.data, r.step}});
-    r.trace(n + 1, y, r.traces[1]);
+    r.trace(n + 1, 2 * n + 1, y, r.traces[1]);
     u.other = a;
     if (!u.empty()) r.output(n + 1, y, r.traces[1], u);
   }
@@ -87,17 +87,19 @@ struct Heun {
   }
 
  private:
-  static void two_stages(BlockRunner<T, Block>& r, int64_t first, int64_t second, T h, Matrix<T> p,
+  // Block n + i, then block n + 1 − i: evaluations 2 n and 2 n + 1 of the forward pass are of
+  // blocks n and n + 1.
+  static void two_stages(BlockRunner<T, Block>& r, int64_t n, int i, T h, Matrix<T> p,
                          const T* known, Update<T> u) {
     const Matrix<T> y{r.middle, p.rows, p.columns};
     const typename Update<T>::Line move{y.data, p.data, h};
     if (known) {
       r.apply(known, p, Update<T>{move, {}, nullptr});
     } else {
-      r.evaluate(first, p, {{r.first}, move});
+      r.evaluate(n + i, 2 * n + i, p, {{r.first}, move});
     }
     u.other = known ? known : r.first;
-    r.evaluate(second, y, u);
+    r.evaluate(n + 1 - i, 2 * n + 1 - i, y, u);
   }
 };
 

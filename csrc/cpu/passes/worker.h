@@ -42,8 +42,12 @@ class Worker {
 
   // f(rows) for every tile that this thread's crew owns.
   template <class F>
-  void for_each_tile(F f) const {
-    for (int64_t i = tiles.begin; i < tiles.end; ++i) f(pass.tiling.tile(i));
+  void for_each_tile(F f) {
+    for (int64_t i = tiles.begin; i < tiles.end; ++i) {
+      const Share rows = pass.tiling.tile(i);
+      runner.first_row = rows.begin;
+      f(rows);
+    }
   }
 
   // state ← rows, and back; given a spare tile, the rows may be the state's own memory.

@@ -148,19 +148,28 @@ struct Products {
 template <class T, class Act>
 struct Activated {
   const T *scale, *shift;  // null: not normalized
+  Signs signs;             // of relu's arguments
 
   struct Panel {
     PanelRow<T> scale, shift;
     bool normalized;
+    Signs signs;
+    int64_t index;
 
-    RESODE_INLINE void operator()(PanelRow<T> z, PanelRow<T>& value, PanelRow<T>& slope) const {
-      Act::template apply<Math<T>>(normalized ? z * scale + shift : z, value, slope);
+    RESODE_INLINE void operator()(PanelRow<T> z, int64_t pixel, PanelRow<T>& value,
+                                  PanelRow<T>& slope) const {
+      const PanelRow<T> u = normalized ? z * scale + shift : z;
+      if constexpr (std::is_same_v<Act, resode::Relu>)
+        if (signs.data) return signs.template apply<T>(u, pixel, index, value, slope);
+      Act::template apply<Math<T>>(u, value, slope);
     }
   };
 
   RESODE_INLINE Panel panel(int64_t j) const {
     Panel panel{};
     panel.normalized = scale;
+    panel.signs = signs;
+    panel.index = j;
     if (scale) {
       panel.scale = load_all<PanelRow<T>>(scale + j * kPanel<T>);
       panel.shift = load_all<PanelRow<T>>(shift + j * kPanel<T>);
@@ -169,12 +178,12 @@ struct Activated {
   }
 };
 
-// da ← da ⊙ σ'(u), with z where u is computed from
+// da ← da ⊙ σ'(u), with z where u is computed from, for the pixels from `first` on
 template <class Panel, class T>
-void times_slope(Panel activated, const T* z, int64_t pixels, T* da) {
+void times_slope(Panel activated, const T* z, int64_t first, int64_t pixels, T* da) {
   for_each_pixel<T>(0, pixels, [&](int64_t at) RESODE_ALWAYS {
     PanelRow<T> value, slope;
-    activated(load_all<PanelRow<T>>(z + at), value, slope);
+    activated(load_all<PanelRow<T>>(z + at), first + at / kPanel<T>, value, slope);
     store_all(da + at, load_all<PanelRow<T>>(da + at) * slope);
   });
 }
