@@ -149,6 +149,8 @@ class Problem(NamedTuple):
         shapes: dict[str, tuple[Shape, torch.dtype | None]] = {
             "anchors": ((self.anchor_count, *x), None)
         }
+        if not (self.method.bits or self.method.kinks):  # asked first: it is the common case
+            return shapes
         row = x[1]
         rows = math.prod(x) // row if row else 0
         if self.is_recorded:
@@ -170,6 +172,9 @@ class Problem(NamedTuple):
 
     def kept_of(self, tensors: Sequence[Tensor]) -> Kept:
         """The fields of ``kept_names``, from their list."""
+        if not (self.method.bits or self.method.kinks):
+            (anchors,) = tensors
+            return Kept(anchors)
         return Kept(**dict(zip(self.kept_names, tensors, strict=True)))
 
     def flat(self) -> tuple[Any, ...]:

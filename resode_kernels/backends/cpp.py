@@ -70,9 +70,12 @@ def _channels_last(problem: Problem, state: Tensor) -> Tensor:
     return state.permute(0, 2, 3, 1) if problem.block == "conv" else state
 
 
+LARGE_PAGE = 2 << 20
+
+
 def _use_large_pages(memory: Tensor | None) -> None:
     """For memory that the kernels are about to fill: see csrc/cpu/core/pages.h."""
-    if memory is not None:
+    if memory is not None and memory.nbytes >= LARGE_PAGE:
         _C.use_large_pages(memory.data_ptr(), memory.nbytes)
 
 

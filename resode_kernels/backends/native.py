@@ -74,8 +74,7 @@ def contiguous(tensor: Tensor) -> Tensor:
 
 
 def contiguous_kept(kept: Kept) -> Kept:
-    anchors, *others = kept
-    return Kept(contiguous(anchors), *(None if t is None else contiguous(t) for t in others))
+    return Kept._make(None if t is None else contiguous(t) for t in kept)
 
 
 def all_contiguous(tensors: Sequence[Tensor | None]) -> list[Tensor | None]:

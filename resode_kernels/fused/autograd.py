@@ -141,12 +141,12 @@ def _save(
     ctx.problem, ctx.backend, ctx.dtype, ctx.kept = problem, backend, x.dtype, len(kept)
     # The reverse rule "exact" recomputes states from x[0], "recorded" starts at the last anchor,
     # the others reconstruct from x[N].
-    start: tuple[Tensor, ...] = (y if end is None else end,)
-    if problem.method.reverse_rule == "exact":
-        start = (x,)
-    elif problem.is_recorded:
-        start = ()
-    ctx.save_for_backward(*start, *kept, *parameters)
+    rule = problem.method.reverse_rule
+    if rule == "recorded":
+        ctx.save_for_backward(*kept, *parameters)
+    else:
+        start = x if rule == "exact" else y if end is None else end
+        ctx.save_for_backward(start, *kept, *parameters)
     ctx.set_materialize_grads(False)
 
 
