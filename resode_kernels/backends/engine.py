@@ -111,16 +111,18 @@ class EngineBackend:
         scheme = self.scheme(problem, start.dtype, signs=signs_of(io.kept, known=True))
         extremes = None if io.nonfinite is None else Extremes(method.steps, start)
         watch = None if extremes is None else extremes.watch
-        anchors = {(i + 1) * method.anchor_every: state for i, state in enumerate(io.kept.anchors)}
         if problem.is_recorded:
             record = record_of(problem, io.kept)
             pullbacks = reference.recorded(scheme, record, recorder_for(problem.block), watch=watch)
-        elif method.reverse_rule == "exact":
-            pullbacks = reference.exact(scheme, start, anchors)
         else:
-            pullbacks = reference.adjoint(
-                method.reverse_rule, method.order, scheme, start, anchors, watch=watch
-            )
+            every = method.anchor_every
+            anchors = {(i + 1) * every: state for i, state in enumerate(io.kept.anchors)}
+            if method.reverse_rule == "exact":
+                pullbacks = reference.exact(scheme, start, anchors)
+            else:
+                pullbacks = reference.adjoint(
+                    method.reverse_rule, method.order, scheme, start, anchors, watch=watch
+                )
         sums = reference.Sums()
         with torch.autocast(start.device.type, enabled=False):
             grad_x = reference.reverse(pullbacks, io.cotangent, sums.add)
